@@ -242,7 +242,7 @@ class BatchRun:
                 new = []
             new_tokens.append(new)
         self.clock.lap("other")
-        if any(self.slots):
+        if any(self.slots) or len(self.slots) > 1:  # a drafter of several slots must learn which have no text
             running = self._end > 0
             cache.lengths *= running
             self._base = step.base.clone()  # `begin` writes a new text's into it; the drafter keeps the step's

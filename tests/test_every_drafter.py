@@ -235,9 +235,9 @@ def test_reports_have_the_options_that_were_parsed(words):
 
 
 def test_reports_have_the_options_of_a_hybrid_and_of_its_parts():
-    reported = build("ngram,k=3,depth=5+medusa:path,heads=2").settings()
-    assert (reported["max_nodes"], reported["depth"]) == (MAX_NODES, 5)
-    assert (reported["parts"]["ngram"]["k"], reported["parts"]["medusa"]["heads"]) == (3, 2)
+    reported = build("ngram,n=3,depth=5+medusa:path,heads=2").settings()
+    assert (reported["max_nodes"], reported["depth"], reported["parts"]["medusa"]["heads"]) == (MAX_NODES, 5, 2)
+    assert reported["parts"]["ngram"] == {"n": 3, "keep": 0}  # what else n-grams have is the hybrid's
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

@@ -68,6 +68,7 @@ class Drafter(ABC):
     options     an object of `options_type`
     max_nodes   upper bound of a proposal's nodes
     max_depth   upper bound of a proposal's depth
+    window_nodes  upper bound of a proposal's nodes that are no candidates (`DraftTree.candidate`)
     vocabulary  it proposes token ids below this one only; 0: none but those of the text and the target's choices
     drafts_for  the text that it was begun with, which the engine that began it sets; another object for a batch
     """
@@ -88,6 +89,7 @@ class Drafter(ABC):
     options: DrafterOptions = DrafterOptions()
     max_nodes: int
     max_depth: int
+    window_nodes: int = 0
     vocabulary: int = 0
     drafts_for: object = None
 
@@ -256,7 +258,8 @@ class SlotLoop(Drafter):
 
 _DESCRIPTION = (
     *("kind", "title", "loads", "options_type", "text_only", "on_device", "reads_choices", "extends_paths"),
-    *("proposes_levels", "carries_over", "sources", "options", "max_nodes", "max_depth", "vocabulary"),
+    *("proposes_levels", "carries_over", "sources", "options"),
+    *("max_nodes", "max_depth", "window_nodes", "vocabulary"),
 )
 """What drafters that are alike have in common."""
 

@@ -18,9 +18,10 @@ from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.base import Drafter, SlotLoop
 from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
-from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter, HybridOptions
+from draft_heads.inference.drafters.hybrid.hybrid import OF_NGRAMS_ALONE, HybridDrafter, HybridOptions
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.options import TUNED_REMEDY, DrafterOptions, TreeOptions, read_options
+from draft_heads.inference.drafters.text.lookahead import LookaheadOptions
 from draft_heads.inference.drafters.words import is_loadable, kind_at, split_pairs, split_parts
 from draft_heads.inference.target.target import Target
 
@@ -192,18 +193,19 @@ class DrafterBuilder:
 # Options
 
 
-def options_of(spec: DrafterSpec, max_nodes: int = 32) -> tuple[HybridOptions, list[DrafterOptions]]:
+def options_of(spec: DrafterSpec, max_nodes: int | None = None) -> tuple[HybridOptions, list[DrafterOptions]]:
     """The options of a hybrid, which may follow any of its parts, and those of every part; ValueError for wrong ones.
 
-    max_nodes: the default of the option of that name
+    max_nodes: the default of the option of that name, in a hybrid of a window's too; None: what the options declare
     """
     for part in spec.parts:
         _check_path(spec, part)
     own = _hybrid_words(spec) if len(spec.parts) > 1 else {}
     options = []
+    bounded = (TreeOptions, LookaheadOptions) if len(spec.parts) > 1 else TreeOptions
     for part in spec.parts:
         options_type = DRAFTERS[part.kind].options_type
-        budget = {"max_nodes": max_nodes} if issubclass(options_type, TreeOptions) else {}
+        budget = {"max_nodes": max_nodes} if max_nodes is not None and issubclass(options_type, bounded) else {}
         words = {key: value for key, value in part.options.items() if key not in own}
         options.append(read_options(part.kind, options_type, words, **budget))
     return read_options("hybrid", HybridOptions, own), options
@@ -230,11 +232,13 @@ def _hybrid_words(spec: DrafterSpec) -> dict[str, str]:
         raise ValueError(f"drafter {spec.name!r} combines vanilla, which drafts nothing, with others; leave it out")
     own: dict[str, str] = {}
     for part in spec.parts:
-        if "branches" in part.options and DRAFTERS[part.kind].extends_paths:
-            raise ValueError(
-                f"drafter {spec.name!r} gives branches to {part.kind}, but in a hybrid the shared tree decides how "
-                f"many tokens follow a path; got branches={part.options['branches']}; leave it out"
-            )
+        for key in OF_NGRAMS_ALONE if DRAFTERS[part.kind].extends_paths else ():
+            if key in part.options:
+                raise ValueError(
+                    f"drafter {spec.name!r} gives {key} to {part.kind}, but in a hybrid the shared tree decides which "
+                    f"paths n-grams lengthen; got {key}={part.options[key]}; leave it out: depth=N bounds the depth of "
+                    "the tree, --max_nodes its nodes"
+                )
         for key in part.options.keys() & set(option_names(HybridOptions)):
             if own.setdefault(key, part.options[key]) != part.options[key]:
                 raise ValueError(

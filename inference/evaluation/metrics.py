@@ -295,9 +295,12 @@ def acceptance_by_position(histogram: Sequence[int]) -> dict[str, list[float]]:
     }
 
 
-def beta_by_output_position(turns: Sequence[Turn]) -> list[float]:
-    """β of the steps that began within each `OUTPUT_SPAN` tokens of the answers."""
-    return list(_beta_by((place // OUTPUT_SPAN, length) for _, place, length in _steps(turns)).values())
+def beta_by_output_position(turns: Sequence[Turn]) -> list[float | None]:
+    """β of the steps that began within each `OUTPUT_SPAN` tokens of the answers; None where none did.
+
+    Of steps of 1, 257, 10 and 3 tokens two begin below 128, at 0 and 1, and two from 256 on: [129.0, None, 6.5].
+    """
+    return _by_place(_beta_by((place // OUTPUT_SPAN, length) for _, place, length in _steps(turns)))
 
 
 def beta_by_context_length(turns: Sequence[Turn]) -> list[dict[str, float]]:
@@ -308,9 +311,9 @@ def beta_by_context_length(turns: Sequence[Turn]) -> list[dict[str, float]]:
     return [{"from": start, "beta": beta} for start, beta in found.items()]
 
 
-def beta_by_turn(turns: Sequence[Turn]) -> list[float]:
-    """β of the first, second, … answers of the questions."""
-    return list(_beta_by((turn.turn, length) for turn, _, length in _steps(turns)).values())
+def beta_by_turn(turns: Sequence[Turn]) -> list[float | None]:
+    """β of the first, second, … answers of the questions; None where these are empty."""
+    return _by_place(_beta_by((turn.turn, length) for turn, _, length in _steps(turns)))
 
 
 def _steps(turns: Iterable[Turn]) -> Iterator[tuple[Turn, int, int]]:
@@ -326,6 +329,11 @@ def _beta_by(steps: Iterable[tuple[int, int]]) -> dict[int, float]:
     for group, length in steps:
         parts.setdefault(group, []).append(length)
     return {group: sum(parts[group]) / len(parts[group]) for group in sorted(parts)}
+
+
+def _by_place(found: Mapping[int, float]) -> list[float | None]:
+    """The values of the places 0, 1, 2, …, None of those that have none."""
+    return [found.get(place) for place in range(max(found, default=-1) + 1)]
 
 
 def accepted_by_source(turns: Sequence[Turn], names: Sequence[str] | None) -> dict[str, int] | None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,7 @@ from draft_heads.data.text.benchmarks import CodeTask
 _RUNNER = Path(__file__).with_name("code_runner.py")
 _UNLIMITED, _NOBODY = b"unlimited", 65534  # as in the runner, whose module must not be loaded here
 _COMPLETED, _FAILED, _UNENFORCED = "completed", "failed", "unenforced"
+_INDENT = "    "
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -51,15 +53,30 @@ def program_of(answer: str, task: CodeTask) -> str:
     kept; any other continues the prompt, as base models do.
     """
     function = re.compile(rf"^(?:async )?def {re.escape(task.entry_point)}\b", re.MULTILINE)
-    code, asked = code_of(answer), function.search(task.prompt)
-    before = task.prompt[: asked.start()] if asked and function.search(code) else task.prompt
+    code, asked = code_of(answer, function), function.search(task.prompt)
+    if not function.search(code):
+        before, code = task.prompt, _continuation(task.prompt, code)
+    else:
+        before = task.prompt[: asked.start()] if asked else task.prompt
     return f"{before}\n{code}\n\n{task.test}\n\ncheck({task.entry_point})\n"
 
 
-def code_of(answer: str) -> str:
-    """The first fenced block of an answer, also one that is not closed; the whole text if there is none."""
-    fenced = _FENCED.search(answer)
-    return fenced[1] if fenced else answer
+def code_of(answer: str, function: re.Pattern[str]) -> str:
+    """The first fenced block of an answer that defines the function, also one that is not closed; else the first block,
+    and the whole text if there is none."""
+    blocks = [textwrap.dedent(block) for block in _FENCED.findall(answer)]
+    return next((block for block in blocks if function.search(block)), blocks[0] if blocks else answer)
+
+
+def _continuation(prompt: str, code: str) -> str:
+    """The body of the prompt's function, indented again where the answer lost that of its first line, or of all."""
+    if code[:1].isspace():
+        return code
+    for body in (_INDENT + code, textwrap.indent(code, _INDENT)):
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            compile(f"{prompt}\n{body}", "answer", "exec", dont_inherit=True)
+            return body
+    return code
 
 
 @cache

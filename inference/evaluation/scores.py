@@ -5,6 +5,7 @@ The figures are those of the last turn of each question, between 0 and 1; a repo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -16,9 +17,11 @@ from draft_heads.inference.evaluation.run_code import check_machine, pass_at_1
 TITLES = dict(zip(SCORES, ("accuracy", "ROUGE-2 (F)", "pass@1")))
 """What reports call the scores."""
 
+_END_OF_THOUGHT = "</think>"
+
 
 class Scorer:
-    """Scores answers, each text to a question once; drafters that are lossless share the target's.
+    """Scores answers, what follows their thoughts, each text to a question once; lossless drafters share the target's.
 
     run_code: whether code from answers may be run on this machine, without which `pass_at_1` is not scored. ValueError
     if it may and the machine cannot limit it.
@@ -36,6 +39,7 @@ class Scorer:
         """{name of the score: value} of the answer to a question's last turn; empty if it is not scored."""
         if question.score is None or self._why_not(question.score):
             return {}
+        answer = answer.rpartition(_END_OF_THOUGHT)[2]
         key = question.question_id, answer
         if key not in self._known:
             self._known[key] = {question.score: _value(question, answer)}
@@ -66,21 +70,32 @@ def same_number(answer: str, reference: str) -> bool:
 
 
 def rouge2(answer: str, reference: str) -> float:
-    """ROUGE-2 F of a summary: the harmonic mean of the shares of common word pairs, words stemmed."""
-    scorer = rouge_scorer()
+    """ROUGE-2 F of a summary: the harmonic mean of the shares of common word pairs, words stemmed.
+
+    The package knows a-z and 0-9; words of a reference that has none of these are runs of letters.
+    """
+    scorer = rouge_scorer(latin=re.search("[a-z0-9]", reference.lower()) is not None)
     assert scorer is not None
     return float(scorer(reference, answer)["rouge2"].fmeasure)
 
 
 @cache
-def rouge_scorer() -> Callable[[str, str], dict[str, Any]] | None:
+def rouge_scorer(latin: bool = True) -> Callable[[str, str], dict[str, Any]] | None:
     """`score(reference, answer)` of the package rouge-score, None if it is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer  # takes a second
     except ImportError:
         return None
-    score: Callable[[str, str], dict[str, Any]] = RougeScorer(["rouge2"], use_stemmer=True).score
+    words = None if latin else _Letters()
+    score: Callable[[str, str], dict[str, Any]] = RougeScorer(["rouge2"], use_stemmer=True, tokenizer=words).score
     return score
+
+
+class _Letters:
+    """A tokenizer of rouge-score for scripts that its own does not know."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return re.findall(r"\w+", text.lower())
 
 
 def mean_scores(scores: Sequence[dict[str, float]]) -> dict[str, float | None]:

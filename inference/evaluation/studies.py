@@ -35,7 +35,7 @@ from typing import Any
 
 import yaml
 
-from draft_heads.data.text.benchmarks import load_benchmark
+from draft_heads.data.text.benchmarks import Question, load_benchmark
 from draft_heads.heads.accuracy import TOP
 from draft_heads.inference.evaluation.report import markdown_table
 
@@ -273,20 +273,20 @@ def mixed_questions(mix: Mapping[str, Any], parts: Mapping[str, str]) -> list[di
     """FastChat rows of a mix: `each` questions of each part, in turns of `consecutive`, or shuffled where that is 0."""
     each, run_length = mix.get("each", 20), mix.get("consecutive", 0)
     loaded = {name: load_benchmark(name, source, each) for name, source in parts.items()}
-    rows = {
-        name: [
-            {"question_id": f"{name} {one.question_id}", "category": name, "turns": one.turns}
-            | ({} if one.system is None else {"system": one.system})
-            for one in found
-        ]
-        for name, found in loaded.items()
-    }
+    rows = {name: [_fastchat_row(name, one) for one in found] for name, found in loaded.items()}
     if not run_length:
         every = [row for found in rows.values() for row in found]
         random.Random(0).shuffle(every)
         return every
     starts = range(0, max(map(len, rows.values())), run_length)
     return [row for start in starts for found in rows.values() for row in found[start : start + run_length]]
+
+
+def _fastchat_row(benchmark: str, question: Question) -> dict[str, Any]:
+    """A row that is read as the same question of the category `benchmark`; it is not scored."""
+    row = {"question_id": f"{benchmark} {question.question_id}", "category": benchmark, "turns": question.turns}
+    further = {"system": question.system, "reference": question.reference, "chat_template_kwargs": question.extra}
+    return row | {key: value for key, value in further.items() if value}
 
 
 def figure(results: Sequence[Mapping[str, Any]], cell: Cell) -> float | None:

@@ -169,7 +169,14 @@ class Answers:
                 loop.call_soon_threadsafe(queue.put_nowait, piece)
 
         self.jobs = [
-            Job(prompt, settings, asked.stops, partial(deliver, queue), asked.continues)
+            Job(
+                prompt,
+                settings,
+                asked.stops,
+                partial(deliver, queue),
+                continues=asked.continues,
+                skips_special=bool(asked.skip_special_tokens),
+            )
             for (prompt, settings), queue in zip(work, self._pieces)
         ]
 

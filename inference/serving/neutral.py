@@ -13,7 +13,7 @@ _NUMBERS = (
 _SWITCHES = (
     *("logprobs", "echo", "use_beam_search", "early_stopping", "ignore_eos", "include_stop_str_in_output"),
     *("no_stop_trim", "return_tokens_as_token_ids", "return_hidden_states", "decoder_input_details"),
-    *("return_full_text", "watermark", "penalize_nl", "post_sampling_probs", "return_tokens", "return_progress"),
+    *("return_full_text", "watermark", "post_sampling_probs", "return_tokens", "return_progress"),
     *("timings_per_token",),
 )
 _LISTS = ("tools", "functions", "bad_words", "logits_processors", "documents", "lora", "image_data")
@@ -24,8 +24,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: (-1,) for name in ("top_n_sigma", "id_slot")},
     **{name: (False,) for name in _SWITCHES},
     **{name: (True,) for name in ("detokenize", "include_reasoning", "separate_reasoning", "stream_reasoning")},
-    # special tokens that mark turns are never shown, others (`<filename>`) always
-    **{name: (True, False) for name in ("skip_special_tokens", "spaces_between_special_tokens")},
+    "spaces_between_special_tokens": (True, False),  # fast tokenizers write none
     **{name: ([],) for name in _LISTS},
     **{name: ({},) for name in ("mm_processor_kwargs", "vllm_xargs")},
     **{name: ("",) for name in ("suffix", "grammar")},
@@ -46,6 +45,10 @@ CHECKPOINTS: dict[str, tuple[str, float]] = {
 """Parameter → the checkpoint's own generation setting that decides instead, and what holds where it has none. A request
 may say what holds anyway; nothing else is neutral."""
 
+WHOLE_TEXT: dict[str, float] = {"repeat_last_n": -1, "penalize_nl": True}
+"""Parameter of llama.cpp → the value with which a repetition penalty is what it is here: of the whole text. Where the
+checkpoint has no penalty, every value changes nothing."""
+
 IGNORED = frozenset(
     (
         # whom or what a request is for, and what a provider keeps of it
@@ -53,7 +56,7 @@ IGNORED = frozenset(
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_prompt", "cache_salt"),
         *("request_id", "rid"),
         # details of methods that are off, see above
-        *("repeat_last_n", "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold"),
+        *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold"),
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     )
 )

@@ -15,7 +15,7 @@ from draft_heads.data.text.rendering import ConversationError, check_unicode
 from draft_heads.data.text.row_keys import prompt_messages, without_none
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
 from draft_heads.inference.serving.errors import APIError
-from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, NEUTRAL, is_neutral
+from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, NEUTRAL, WHOLE_TEXT, is_neutral
 from draft_heads.inference.target.target import Target
 
 
@@ -35,10 +35,13 @@ class StreamOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_is_off(cls, given: Any) -> Any:
-        return {name: on for name, on in given.items() if on} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        if asked := given.get("include_obfuscation"):
+            raise ValueError(f"include_obfuscation is not supported; got {asked!r}; leave it out")
+        return {name: on for name, on in given.items() if on}
 
     include_usage: bool = False
-    include_obfuscation: bool = False
 
 
 class DecodingRequest(BaseModel):
@@ -49,8 +52,9 @@ class DecodingRequest(BaseModel):
     seed         the same seed gives the same answers; left out, each request has its own
     n            answers to each prompt; answer i takes seed + i
 
-    `stop_token_ids` and `return_token_ids` are vLLM's: tokens that end an answer beside the target's own, and choices
-    with their `token_ids`. Those of `neutral.CHECKPOINTS` may say what the checkpoint's own settings say.
+    `stop_token_ids`, `return_token_ids` and `skip_special_tokens` are vLLM's: tokens that end an answer beside the
+    target's own, choices with their `token_ids`, and texts without special tokens. Those of `neutral.CHECKPOINTS` and
+    `neutral.WHOLE_TEXT` may say what the checkpoint's own settings say.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -69,8 +73,11 @@ class DecodingRequest(BaseModel):
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     stop_token_ids: list[int] | None = None
     return_token_ids: bool | None = False
+    skip_special_tokens: bool | None = False
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    penalize_nl: bool | None = None
     min_tokens: float | None = None
     min_new_tokens: float | None = None
     stream: bool | None = False
@@ -133,6 +140,10 @@ class DecodingRequest(BaseModel):
             if asked is not None and asked != holds:
                 why = f"the checkpoint's own {field} is {holds:g}" if field in own else f"{name} is not supported"
                 raise unusable(name, f"{why}; got {asked:g}; leave {name} out")
+        for name, whole in WHOLE_TEXT.items() if "repetition_penalty" in own else ():
+            if (given := getattr(self, name)) not in (None, whole):
+                why = f"the checkpoint's own repetition_penalty counts the whole text, as {name} {whole} says"
+                raise unusable(name, f"{why}; got {given}; leave {name} out")
 
     def limit(self, server: ServerLimits) -> tuple[str, int]:
         """The parameter that says how long an answer may be, and the longest one that is asked for."""

@@ -42,6 +42,7 @@ class Job:
     stops      texts that end the answer; they are not part of it
     deliver    receives every piece, or the error that ended the work; called in the engine's thread
     continues  the answer goes on with the prompt's own text, as a space may show
+    skips_special  special tokens inside the answer are no part of its text
     """
 
     prompt: list[int]
@@ -49,8 +50,18 @@ class Job:
     stops: tuple[str, ...]
     deliver: Callable[[Piece | APIError], None]
     continues: bool = False
+    skips_special: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.perf_counter)
+
+
+class PlainPieces(TextPieces):
+    """Leaves special tokens out of the text."""
+
+    def _piece(self) -> str:
+        ends = self._tokens[: self._shown], self._tokens
+        shown, text = (self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ends)
+        return str(text[len(shown) :])
 
 
 class AnswerText:
@@ -60,10 +71,16 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: object, stops: tuple[str, ...], before: Sequence[int] = (), scaffold: Sequence[int] = ()
+        self,
+        tokenizer: object,
+        stops: tuple[str, ...],
+        before: Sequence[int] = (),
+        scaffold: Sequence[int] = (),
+        skips_special: bool = False,
     ) -> None:
-        """before, scaffold: see `TextPieces`."""
-        self._pieces, self._stops = TextPieces(tokenizer, before, scaffold), stops
+        """before, scaffold: see `TextPieces`; skips_special: whether special tokens are no part of the text."""
+        self._pieces = (PlainPieces if skips_special else TextPieces)(tokenizer, before, scaffold)
+        self._stops = stops
         self._held = ""
         self.stopped = False
 
@@ -167,7 +184,8 @@ class Worker:
     def _answer(self, job: Job) -> None:
         target = self.engine.target
         before, scaffold = (job.prompt, ()) if job.continues else ((), target.scaffold)
-        result, text = Generation(), AnswerText(target.tokenizer, job.stops, before, scaffold)
+        text = AnswerText(target.tokenizer, job.stops, before, scaffold, job.skips_special)
+        result = Generation()
         steps = self.engine.stream(job.prompt, job.settings, result)
         try:
             for step in steps:

@@ -167,7 +167,7 @@ def test_captured_steps_give_the_same_answers(kind, settings):
 
 
 HOST_DRAFTERS = ["ngram", "prompt_lookup", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+lookahead,n=4,w=4"]
-HOST_DRAFTERS += ["ctc:head,tree=raw", "chimera:head,kgram_cache=16", "medusa:head+ngram,k=30,max_nodes=32"]
+HOST_DRAFTERS += ["ctc:head,tree=raw", "chimera:head,kgram_cache=16", "medusa:head+ngram,depth=30"]
 
 
 @pytest.mark.parametrize("words", HOST_DRAFTERS)

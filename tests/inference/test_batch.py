@@ -7,7 +7,7 @@ import torch
 
 from draft_heads.heads.checkpoint import HEADS
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.base import SlotLoop, VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
@@ -19,7 +19,7 @@ from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 from draft_heads.inference.verify import TypicalAcceptance
 from draft_heads.scripts.checks.lossless_matrix import trained_head
-from tests.inference.models import in_slots, load_target, make_head, make_prompts
+from tests.inference.models import ScriptedDrafter, in_slots, load_target, make_head, make_prompts
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -115,15 +115,43 @@ def test_the_drafts_of_a_batch_are_those_of_each_text_by_itself(target, prompts,
 @pytest.mark.parametrize("slots", [2, 3, 16])
 def test_texts_whose_window_rides_along_may_end_one_before_another(target, prompts, slots):
     """The trees of a step are as large as the largest; a text that has ended had a larger one."""
-    head = make_head(target, "medusa", scale=0.4).eval()
     window = in_slots(lambda: LookaheadDrafter(n=3, w=4), slots)
-    hybrid = HybridDrafter([("medusa", drafter_for(head, target, 8, slots=slots)), ("lookahead", window)], target, 6)
+    hybrid = HybridDrafter([("ngram", in_slots(NgramDrafter, slots)), ("lookahead", window)], target, 64)
     oracle = Oracle(target, GenerationSettings(40))
     settings = GenerationSettings(40, tuple({oracle.answer(prompt)[5 + n] for n, prompt in enumerate(prompts[:3])}))
     expected = [Oracle(target, settings).answer(prompt) for prompt in prompts]
     assert len(set(map(len, expected))) > 1
     for _ in range(2):
         assert [answer.tokens for answer in BatchEngine(target, hybrid).generate(prompts, settings)] == expected
+
+
+class Counted(ScriptedDrafter):
+    """Always wrong; counts its drafts."""
+
+    def __init__(self):
+        super().__init__([7] * 100, 2)
+        self.proposed = 0
+
+    def propose(self):
+        self.proposed += 1
+        return super().propose()
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_nothing_is_drafted_for_a_slot_whose_text_ended_together_with_all_others(target, prompts, hybrid):
+    each = [Counted() for _ in range(3)]
+    drafter = SlotLoop(each)
+    if hybrid:
+        drafter = HybridDrafter(
+            [("wrong", drafter), ("window", in_slots(lambda: LookaheadDrafter(n=3, w=2), 3))], target
+        )
+    engine, settings = BatchEngine(target, drafter), GenerationSettings(6, ())
+    expected = [answer.tokens for answer in BatchEngine(target, VanillaDrafter(slots=3)).generate(prompts, settings)]
+    assert [answer.tokens for answer in engine.generate(prompts[:3], settings)] == expected[:3]
+    for count, drafted in ((1, [5, 0, 0]), (4, [10, 5, 5])):  # the fourth follows three that end together
+        before = [one.proposed for one in each]
+        assert [answer.tokens for answer in engine.generate(prompts[:count], settings)] == expected[:count]
+        assert [one.proposed - was for one, was in zip(each, before)] == drafted
 
 
 def test_an_answer_of_one_token_leaves_nothing_behind(target):

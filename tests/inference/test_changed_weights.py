@@ -173,6 +173,28 @@ def test_a_draft_view_and_captured_steps_follow_too():
         assert answer.accept_lengths == fresh.accept_lengths
 
 
+def test_encodings_of_k_grams_are_those_of_the_new_embedding_and_last_while_it_does():
+    target = Target(random_llama(211))
+    old, fresh = (drafter_for(make_head(target, "chimera", scale=0.3), target, 8, kgram_cache=size) for size in (50, 0))
+    drafted = {}
+    for drafter in (old, fresh):
+        trees, propose = drafted.setdefault(drafter, []), drafter.propose
+        drafter.propose = lambda trees=trees, propose=propose: (tree := propose(), trees.append(tree.tokens.tolist()))[
+            0
+        ]
+    engines = [DecodingEngine(target, drafter) for drafter in drafted]
+    for repeated in (False, True):
+        missed = old.cache.misses
+        answers = [engine.generate(PROMPT, SETTINGS) for engine in engines]
+        assert (old.cache.misses == missed) == repeated
+    in_place(target.model)
+    with torch.no_grad():
+        target.model.model.embed_tokens.weight.mul_(-1)
+    answers = [engine.generate(PROMPT, SETTINGS) for engine in engines]
+    assert answers[0].tokens == answers[1].tokens == expected_tokens(target.model)
+    assert drafted[old] == drafted[fresh] and old.cache.misses > missed
+
+
 def test_a_model_that_is_trained_between_two_answers_keeps_generating_its_own_tokens():
     model, function = random_llama(211).train(), generate_fn(NgramDrafter())
     ids = torch.tensor([PROMPT])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.medusa import RankPaths
 from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
@@ -259,7 +260,7 @@ def test_a_part_is_told_what_the_target_said_about_its_own_tree(llama, llama_pro
 
 def test_a_window_rides_along_behind_the_merged_nodes(llama, llama_prompts):
     part = LookaheadDrafter(n=4, w=5)
-    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], llama, 6)
+    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], llama, 21)
     DecodingEngine(llama, hybrid).generate(llama_prompts[0] * 2, GenerationSettings(40))
     assert len(part._rows) == 3 and len(part.pool) > 20
     tree, own = hybrid.propose(), hybrid.parts[1].tree
@@ -268,6 +269,40 @@ def test_a_window_rides_along_behind_the_merged_nodes(llama, llama_prompts):
     assert torch.equal(tree.tokens[riding], own.tokens[cells])
     depth, own_depth = (depths(ancestor_rows(some.parents, 20))[:, 1:] for some in (tree, own))
     assert torch.equal(depth[riding], own_depth[cells])
+
+
+@pytest.mark.parametrize(
+    ("words", "slots", "window"), [("", 1, 16), ("", 3, 16), (",max_nodes=8", 1, 4), (",n=4,w=5", 1, 15)]
+)
+def test_the_nodes_that_are_verified_keep_to_the_budget_windows_included(llama, llama_prompts, words, slots, window):
+    """n = 5 and w = g = 15 shrink to 4 columns of 4 nodes, as `lookahead,max_nodes=32` does."""
+    spec = DrafterSpec.parse(f"h=prompt_lookup+ngram+lookahead{words}")
+    drafter, sizes = build_drafter(spec, llama, 32, slots), []
+    propose = drafter.propose
+
+    def watched():
+        tree = propose()
+        sizes.append((len(tree), int((~tree.candidate & (tree.log_probs > -math.inf)).sum(1).max())))
+        return tree
+
+    drafter.propose = watched
+    prompts = [(prompt * 2)[: 40 - 5 * index] for index, prompt in enumerate(llama_prompts[:3])]
+    settings = GenerationSettings(60)
+    answers = BatchEngine(llama, drafter).generate(prompts, settings)
+    plain = BatchEngine(llama, VanillaDrafter(slots=3)).generate(prompts, settings)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert drafter.max_nodes == 32 == max(size for size, _ in sizes) and max(rows for _, rows in sizes) == window
+
+
+def test_the_budget_of_a_window_is_known_once_a_drafter_is_built(llama):
+    spec = DrafterSpec.parse("h=ngram+lookahead,n=20")  # 38 nodes are its least
+    assert build_drafter(spec, llama, 64).parts[1].drafter.window_nodes == 19
+    with pytest.raises(
+        ValueError, match=r"n=20 needs at least 38 nodes .* got max_nodes=32; .* in a hybrid --max_nodes"
+    ):
+        build_drafter(spec, llama, 32)
+    with pytest.raises(ValueError, match=r"got windows of 60 nodes and max_nodes=32; lower max_nodes, w or n"):
+        build_drafter(DrafterSpec.parse("h=ngram+lookahead,max_nodes=0"), llama, 32)
 
 
 # ---- against the best part ---------------------------------------------------------------------------------

@@ -45,6 +45,13 @@ def test_beta_by_position_in_the_answer_by_context_and_by_turn():
     }
 
 
+def test_beta_stands_where_its_steps_began_though_none_began_between():
+    answer = SimpleNamespace(turn=2, prompt_tokens=9, accept_lengths=[1, 257, 10, 3])  # at 0, 1, 258 and 268
+    assert beta_by_output_position([answer]) == [129.0, None, 6.5]
+    assert beta_by_turn([answer]) == [None, None, 271 / 4]
+    assert beta_by_output_position([]) == beta_by_turn([]) == []
+
+
 def test_verify_cost_is_the_median_of_the_steps_with_so_many_nodes():
     def answered(nodes, seconds):
         return SimpleNamespace(generation=Generation(step_nodes=nodes, step_seconds=seconds))

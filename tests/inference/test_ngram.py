@@ -2,8 +2,10 @@
 
 import pytest
 
-from draft_heads.inference.drafters.text.ngram import NgramDrafter, NgramTable
+from draft_heads.inference.drafters.text.ngram import LANE, NgramDrafter, NgramTable
 from tests.inference.text_drafters import begin, go_on, proposal, texts
+
+LANE_MASK = (1 << LANE) - 1
 
 
 def seen_behind(corpora, context):
@@ -87,6 +89,27 @@ def test_counts_are_forgotten_unless_kept():
     begin(drafter, [1, 2, 1, 2])
     begin(drafter, [5, 1])
     assert proposal(drafter) == []
+
+
+def test_of_too_many_kept_n_grams_those_of_rare_contexts_go(monkeypatch):
+    """What is left is counted as before, and one text more than `MOST_KEPT` n-grams is the most that is held."""
+    monkeypatch.setattr("draft_heads.inference.drafters.text.ngram.MOST_KEPT", 600)
+    drafter, corpora, sizes = NgramDrafter(n=4, k=5, keep=1), [[1, 2, 3, 4, 5] * 8, *texts(60, 40, 30, seed=7)], []
+    for number, text in enumerate(corpora):
+        before = drafter.table.grams()
+        begin(drafter, text)
+        sizes.append(drafter.table.grams())
+        if all(size <= 600 for size in sizes[:-1]):
+            assert sizes[-1] >= before and proposal(drafter) == brute_force(corpora[: number + 1], 4, 5)
+    assert 600 < max(sizes) <= 600 + 3 * 40 and min(sizes[30:]) < 420
+    for _, _, counts, tops in drafter.table._levels:
+        assert {gram >> LANE for gram in counts} == set(tops)
+        for context, (first, count, second, second_count, total) in tops.items():
+            own = {gram & LANE_MASK: seen for gram, seen in counts.items() if gram >> LANE == context}
+            assert sum(own.values()) == total and own[first + 1] == count == max(own.values())
+            assert second < 0 or own[second + 1] == second_count
+    begin(drafter, [9, 2, 3, 4])
+    assert proposal(drafter)[:2] == [(5,), (5, 1)]  # of the first text, whose contexts were seen eight times
 
 
 def blended(text, n, context):

@@ -95,6 +95,12 @@ def test_options_that_make_no_sense_are_refused(target, checkpoint, options, tol
         ("lookahead,n=5,max_nodes=7", "n=5 needs at least 8 nodes .* got max_nodes=7"),
         ("both=vanilla+vanilla", "combines vanilla"),
         ("both=ngram,branches=2+prompt_lookup", r"the shared tree decides .* got branches=2; leave it out"),
+        ("both=prompt_lookup,k=3+ngram,k=1", r"gives k to ngram.* got k=1; leave it out: depth=N bounds the depth"),
+        (
+            "both=prompt_lookup+ngram,max_nodes=5",
+            r"gives max_nodes to ngram.* got max_nodes=5; .* --max_nodes its nodes",
+        ),
+        ("both=ngram+lookahead,max_nodes=7", "n=5 needs at least 8 nodes .* got max_nodes=7; raise it"),
         ("both=ngram,depth=3+prompt_lookup,depth=9", "gives depth=3 and depth=9; a hybrid has one"),
     ],
 )
@@ -161,9 +167,9 @@ def test_paths_that_exist_are_never_split(target, tmp_path, checkpoint, odd):
         for kind in ("", "ctc:"):
             spec = DrafterSpec.parse(f"mine={kind}{head}{words}")
             assert spec.parts == (DrafterPart("ctc", str(head), options),)
-            several = DrafterSpec.parse(f"mine=ngram,k=3+{kind}{head}{words}+prompt_lookup")
+            several = DrafterSpec.parse(f"mine=ngram,n=3+{kind}{head}{words}+prompt_lookup")
             assert [part.kind for part in several.parts] == ["ngram", "ctc", "prompt_lookup"]
-            assert several.parts[1] == spec.parts[0] and several.parts[0].options == {"k": "3"}
+            assert several.parts[1] == spec.parts[0] and several.parts[0].options == {"n": "3"}
     assert build_drafter(DrafterSpec.parse(f"mine={head},max_nodes=9"), target).max_nodes == 9
 
 

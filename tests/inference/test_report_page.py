@@ -163,6 +163,15 @@ def test_beta_is_drawn_over_answers_of_more_than_one_span(report):
     assert "fast\n128 tokens from 0: 1.50" in titles and "fast\n128 tokens from 128: 2.25" in titles
 
 
+def test_spans_and_turns_in_which_no_step_began_are_left_out(report):
+    figures = {"beta_by_output_position": [129.0, None, 6.5], "beta_by_turn": [None, 7.77]}
+    shown = Page(page({**report, "results": [row | figures for row in report["results"]]}))
+    titles = [title for title in shown.texts("title") if title.startswith("fast\n128 tokens")]
+    assert set(titles) == {"fast\n128 tokens from 0: 129.00", "fast\n128 tokens from 256: 6.50"}
+    cells = shown.texts("td")
+    assert cells[cells.index("7.77") - 1] == "–"
+
+
 def test_replayed_answers_have_no_speed_to_show():
     report = {**report_of(samples=()), "target": None, "settings": {"answers": "a.jsonl", "max_nodes": 8}}
     for row in report["results"]:

@@ -1,6 +1,7 @@
 """Scores worked out by hand, and code of answers that must not harm the machine."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -39,6 +40,18 @@ def test_accuracy_is_of_the_final_number():
     scorer = scores.Scorer(asked := [Question(1, None, ["a"], "#### 4", "accuracy"), Question(2, None, ["a"], "x")])
     assert [scorer(asked[0], text) for text in ("2 + 2 = 4", "So 5.")] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
     assert scorer(asked[1], "x") == {} and scorer.unscored == []
+
+
+def test_a_thought_is_not_scored():
+    asked = Question(1, None, ["a"], score="pass_at_1", code=TASK)
+    answer = f"<think>```python\ndef twice(n): return n\n```</think>\n```python\n{WHOLE}```"
+    assert scores.Scorer([asked], run_code=True)(asked, answer) == {"pass_at_1": 1.0}
+
+
+def test_words_of_other_scripts_are_words():
+    pytest.importorskip("rouge_score")
+    assert scores.rouge2("Кошка сидит дома", "кошка сидит дома") == 1.0
+    assert scores.rouge2("кошка сидит тихо", "кошка сидит дома") == pytest.approx(0.5)
 
 
 def test_what_cannot_be_scored_is_told_and_left_out(monkeypatch):
@@ -87,10 +100,18 @@ def test_every_score_has_a_field_of_its_own_and_is_of_last_turns():
     assert found == {None: [None, 3 / 8, 0.5], "writing": [None, 3 / 8, None], "math": [None, None, 0.5]}
 
 
-def test_code_is_the_first_fenced_block_or_the_text():
-    assert code_of("Here:\n```python\na = 1\n```\nor\n```\nb\n```") == "a = 1\n"
-    assert code_of("```py\n    return 1\n") == "    return 1\n"  # cut at the longest answer
-    assert code_of("    return 1") == "    return 1"
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("Here:\n```python\na = 1\n```\nor\n```\nb\n```", "a = 1\n"),
+        ("```py\nreturn 1\n", "return 1\n"),  # cut at the longest answer
+        ("    return 1", "    return 1"),
+        (f"```bash\npip install x\n```\n```python\n>>> twice(1)\n2\n```\n```python\n{WHOLE}```", WHOLE),
+        ("- So:\n  ```python\n  def twice(n):\n      return 2 * n\n  ```", "def twice(n):\n    return 2 * n\n"),
+    ],
+)
+def test_code_is_the_first_fenced_block_with_the_function_else_the_first_or_the_text(answer, code):
+    assert code_of(answer, re.compile("^def twice", re.MULTILINE)) == code
 
 
 def test_an_answer_with_the_function_replaces_it_and_any_other_goes_on():
@@ -105,6 +126,9 @@ def test_an_answer_with_the_function_replaces_it_and_any_other_goes_on():
     [
         ("    return 2 * n", True),
         (f"Of course:\n```python\n{WHOLE}```\nIt adds n to itself.", True),
+        ("return 2 * n", True),  # answers are stripped
+        ("both = n + n\n    return both", True),
+        ("```python\nboth = n + n\nreturn both\n```", True),
         ("    return n * n", False),
         ("I do not know.", False),
         ("", False),

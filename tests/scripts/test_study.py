@@ -1,10 +1,12 @@
 """Studies: their files, what is trained for them, and what their tables say."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.inference.evaluation.made_from import must_be_made
 from draft_heads.inference.evaluation.studies import (
     Cell,
@@ -246,6 +248,27 @@ def test_mixes_take_turns_of_consecutive_questions_or_are_shuffled(tmp_path):
     shuffled = mixed_questions({"each": 4}, files)
     assert sorted(row["turns"][0] for row in shuffled) == sorted(row["turns"][0] for row in rows)
     assert shuffled != rows and shuffled == mixed_questions({"each": 4}, files)
+
+
+def test_a_mix_asks_the_questions_of_its_parts_with_all_that_belongs_to_them(tmp_path):
+    row = {"turns": ["a", "b"], "system": "Be brief.", "reference": ["4", "5"], "enable_thinking": False}
+    row |= {"tools": [{"type": "function", "function": {"name": "add"}}], "documents": [{"text": "4"}]}
+    row |= {"chat_template_kwargs": {"of_any_name": {"x": 1}}}
+    (tmp_path / "own").write_text("".join(json.dumps({**row, "question_id": n}) + "\n" for n in range(2)))
+    rows = mixed_questions({"each": 2}, {"own": str(tmp_path / "own"), "gsm8k": gsm8k_file(tmp_path)})
+    (tmp_path / "mix.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixed = {one.question_id: one for one in load_benchmark("mixed", str(tmp_path / "mix.jsonl"))}
+    for own in load_benchmark("own", str(tmp_path / "own")):
+        assert (
+            own.extra.keys() == {"enable_thinking", "tools", "documents", "of_any_name"} and own.reference == "4\n\n5"
+        )
+        assert mixed[f"own {own.question_id}"] == replace(own, question_id=f"own {own.question_id}", category="own")
+    assert mixed["gsm8k 0"].reference == "3 + 4 = 7\n#### 7" and mixed["gsm8k 0"].category == "gsm8k"
+
+
+def gsm8k_file(folder):
+    (folder / "gsm8k").write_text(json.dumps({"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}))
+    return str(folder / "gsm8k")
 
 
 def test_results_of_something_else_are_not_taken_over(tmp_path):

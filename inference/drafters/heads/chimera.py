@@ -51,6 +51,10 @@ class KGramCache:
         self.evicted: dict[tuple[int, ...], Tensor] = {}  # in host memory
         self.hits = self.reloads = self.misses = 0
 
+    def clear(self) -> None:
+        self.table.clear()
+        self.evicted.clear()
+
     def lookup(self, grams: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
         """g [B, W, H] of k-grams [B, W, k]; `encode` maps [w, k] to [w, H]."""
         keys = [tuple(gram) for gram in grams.flatten(0, 1).tolist()]
@@ -118,7 +122,10 @@ class ChimeraDrafter(HeadDrafter):
         self._recent = self._all_recent[:count]
 
     def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
+        view = self.view
         super().begin(slot, prompt, capacity)
+        if self.cache is not None and self.view is not view:  # of other weights of the target, whose embedding was read
+            self.cache.clear()
         self._recent[slot : slot + 1].fill_(-1)
 
     def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:

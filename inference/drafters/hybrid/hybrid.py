@@ -24,6 +24,9 @@ from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
+OF_NGRAMS_ALONE = ("k", "branches", "max_nodes")
+"""Options of a part that extends paths, which mean nothing where the paths are those of a hybrid's tree."""
+
 
 class _Part:
     """One drafter of a hybrid: what it proposes in this step for each text, what it brought so far."""
@@ -52,7 +55,8 @@ class _Part:
             # −1 is the choice at nodes that were not verified
             own = [[given[row] if row >= 0 else -1 for row in rows] for given, rows in zip(read, self.rows)]
             longest = max(map(len, own))
-            padded = torch.tensor([rows + [-1] * (longest - len(rows)) for rows in own], device=step.choices.device)
+            even = [rows + [-1] * (longest - len(rows)) for rows in own]
+            padded = torch.tensor(even, dtype=torch.long, device=step.choices.device)
             step = replace(step, choices=padded, read_choices=own, tree=self.tree)
         self.drafter.observe(step, slot)
 
@@ -75,6 +79,11 @@ class _Part:
             columns = columns_of(self.tree)
         for source, of_text in zip(self.sources, columns.tolist()):
             source.set(of_text)  # type: ignore[union-attr]
+
+    def settings(self) -> dict[str, Any]:
+        """Those of the drafter that are in force in a hybrid."""
+        unused = OF_NGRAMS_ALONE if self.drafter.extends_paths else ()
+        return {name: value for name, value in self.drafter.settings().items() if name not in unused}
 
 
 class _Text:
@@ -106,13 +115,20 @@ class HybridDrafter(Drafter):
     def __init__(
         self, parts: Sequence[tuple[str, Drafter]], target: Target, max_nodes: int = 32, **options: Any
     ) -> None:
-        """parts: names and drafters, of as many slots each; max_nodes: of a tree; options: see `HybridOptions`."""
+        """parts: names and drafters, of as many slots each; max_nodes: of a tree, the parts' windows included; options:
+        see `HybridOptions`."""
         if len(parts) < 2:
             raise ValueError(f"a hybrid has at least 2 parts; got {len(parts)}; join them by +")
+        windows = sum(drafter.window_nodes for _, drafter in parts)
+        if windows >= check_max_nodes(max_nodes):
+            raise ValueError(
+                "the windows of a hybrid's parts leave at least one of its nodes for drafts; got windows of "
+                f"{windows} nodes and max_nodes={max_nodes}; lower max_nodes, w or n of lookahead, or raise --max_nodes"
+            )
         self.options = HybridOptions(**options)
         self.target = target
         self.slots = parts[0][1].slots
-        self.budget = check_max_nodes(max_nodes)
+        self.max_nodes = max_nodes
         self.parts = [_Part(name, drafter) for name, drafter in parts]
         for part in self.parts:
             part.all_layers = self.target_layers
@@ -123,8 +139,7 @@ class HybridDrafter(Drafter):
         deepest = max(drafter.max_depth for _, drafter in parts)
         trees = max((drafter.max_depth for _, drafter in parts if not drafter.extends_paths), default=0)
         usual_depth = max(deepest, trees + 4) if extending else deepest
-        self._deepest_node = min(self.options.depth or usual_depth, self.budget)
-        self.max_nodes = self.budget + sum(drafter.max_nodes for _, drafter in parts if drafter.reads_choices)
+        self._deepest_node = min(self.options.depth or usual_depth, self.max_nodes)
         self.max_depth = max(self._deepest_node, deepest)  # window rows may be deeper than merged nodes
         self.vocabulary = max(drafter.vocabulary for _, drafter in parts)
         self._texts = [_Text() for _ in range(self.slots)]
@@ -193,17 +208,21 @@ class HybridDrafter(Drafter):
 
     def _merge(self, slot: int, text: _Text) -> MergedTree:
         sources = [part.sources[slot] for part in self.parts]
-        merged = MergedTree(sources, text.calibration, self.budget, self._deepest_node, self._tables[slot])
-        for place, (part, source) in enumerate(zip(self.parts, sources)):
-            if part.drafter.reads_choices and isinstance(source, TreeSource):
-                part.rows[slot] = merged.append_window_rows(place, source)
-        text.merged = merged
+        own = [
+            (place, part, source)
+            for place, (part, source) in enumerate(zip(self.parts, sources))
+            if part.drafter.reads_choices and isinstance(source, TreeSource)
+        ]
+        drafts = self.max_nodes - sum(len(source.window_rows) for _, _, source in own)
+        text.merged = merged = MergedTree(sources, text.calibration, drafts, self._deepest_node, self._tables[slot])
+        for place, part, source in own:
+            part.rows[slot] = merged.append_window_rows(place, source)
         return merged
 
     def settings(self) -> dict[str, Any]:
         """See `Drafter.settings`; under `parts` those of each part."""
-        parts = {part.name: part.drafter.settings() for part in self.parts}
-        return {"max_nodes": self.budget, **super().settings(), "parts": parts}
+        parts = {part.name: part.settings() for part in self.parts}
+        return {"max_nodes": self.max_nodes, **super().settings(), "parts": parts}
 
     def findings(self) -> dict[str, Any]:
         """Target steps; for each part the `accepted` tokens it proposed first, and the `needed` ones it alone did."""

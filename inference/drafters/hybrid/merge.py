@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from heapq import heappop, heappush, heapreplace
-from math import exp, log
+from math import exp, inf, log
 from typing import Protocol
 
 import torch
@@ -61,7 +61,8 @@ class TreeSource:
         """This step's tree, as `columns_of` has it; rows that are no candidates are left out."""
         tokens, parents, log_probs, candidate = columns
         self.tokens, self.parents, self.log_probs = list(map(int, tokens)), list(map(int, parents)), log_probs
-        self.window_rows = [node for node, may in enumerate(candidate) if not may]
+        # padding, which has no probability, belongs to no window
+        self.window_rows = [node for node, may in enumerate(candidate) if not may and log_probs[node] > -inf]
         self._children = [{} for _ in range(len(tokens) + 1)]  # by parent, the base token first
         for node, (token, parent, log_prob, may) in enumerate(zip(self.tokens, self.parents, log_probs, candidate)):
             if may:

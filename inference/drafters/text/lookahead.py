@@ -33,7 +33,9 @@ class LookaheadOptions(DrafterOptions):
     n: int = option(5, "tokens of an n-gram", least=2)
     w: int = option(15, "columns of the window", least=1)
     g: int = option(0, "n-grams verified per step (0: as many as columns)", least=0)
-    max_nodes: int = option(0, "shrinks window and n-grams in proportion (0: no limit)", least=0)
+    max_nodes: int = option(
+        0, "shrinks window and n-grams in proportion (0: no limit; default in a hybrid: --max_nodes)", least=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +53,7 @@ class LookaheadOptions(DrafterOptions):
         if fit < 2:
             raise ValueError(
                 f"lookahead with n={self.n} needs at least {2 * (self.n - 1)} nodes (a column of the window, a "
-                f"phrase); got max_nodes={self.max_nodes}; leave it out for no limit"
+                f"phrase); got max_nodes={self.max_nodes}; raise it, in a hybrid --max_nodes, or lower n"
             )
         columns = min(max(1, fit * columns // (columns + phrases)), fit - 1)
         return columns, fit - columns
@@ -75,6 +77,7 @@ class LookaheadDrafter(TextDrafter):
         self.n = n = chosen.n
         self.width, self.phrases = chosen.fit_window()
         super().__init__(device, (n - 1) * (self.width + self.phrases), self.width + n - 2)
+        self.window_nodes = (n - 1) * self.width
         self.pool = PhrasePool(n, chosen.g or chosen.w) if pool is None else pool
         self._owns_pool = pool is None
         self._rows: list[list[int]] = []  # of the window, each of `width` tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -17,6 +18,7 @@ from draft_heads.inference.tree import DraftTree
 
 LANE = 21  # vocabularies of up to two million tokens
 MOST_TOKENS = 1024  # of an n-gram: a mask of so many lanes is held for each length
+MOST_KEPT = 1_000_000  # n-grams that are kept for the next text, each of about 200 bytes with its context
 
 Followers = tuple[int, int, int, int, int]
 """What followed a context: the most frequent token (of equals the last), its count, the second (−1: none), its count,
@@ -49,6 +51,29 @@ class NgramTable:
             for _, _, counts, tops in self._levels:
                 counts.clear()
                 tops.clear()
+        elif self.grams() > MOST_KEPT:
+            self._drop_rare()
+
+    def grams(self) -> int:
+        """How many n-grams are counted."""
+        return sum(len(counts) for _, _, counts, _ in self._levels)
+
+    def _drop_rare(self) -> None:
+        """Drop what followed contexts seen fewer than 2 times, or 4, 8, …, until half of `MOST_KEPT` is left."""
+        seen = Counter(
+            tops[gram >> LANE][-1].bit_length() for _, _, counts, tops in self._levels for gram in counts
+        )  # 1: once, 2: 2 or 3 times, 3: 4 to 7 times → n-grams
+        left, bits = self.grams(), 0
+        while left > MOST_KEPT // 2:
+            bits += 1
+            left -= seen[bits]
+        for _, _, counts, tops in self._levels:
+            often = {context: top for context, top in tops.items() if top[-1] >> bits}
+            frequent = {gram: count for gram, count in counts.items() if gram >> LANE in often}
+            tops.clear()  # gives memory back, which removing keys does not
+            tops.update(often)
+            counts.clear()
+            counts.update(frequent)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Count more of the text."""
@@ -125,7 +150,11 @@ class NgramOptions(TreeOptions):
     n: int = option(5, "tokens of the longest n-gram", least=2)
     k: int = option(7, "most tokens of a path", least=1)
     branches: int = option(1, "most continuations of a node (1: a path, more: a tree)", least=1)
-    keep: int = option(0, "1: keep the counts for the next prompt", choices=(0, 1))
+    keep: int = option(
+        0,
+        "1: keep the counts for the next prompt; of more than a million (about 200 MiB) the rarest go",
+        choices=(0, 1),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

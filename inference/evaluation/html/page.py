@@ -242,7 +242,8 @@ def beta_section(report: Report) -> list[str]:
     spans = max((len(row["beta_by_output_position"]) for row in rows), default=0)
     names = [f"{OUTPUT_SPAN * span}" for span in range(spans)]
     found = line_figures(
-        report, "β along the answers", lambda row: list(enumerate(row["beta_by_output_position"])),
+        report, "β along the answers",
+        lambda row: [(span, beta) for span, beta in enumerate(row["beta_by_output_position"]) if beta is not None],
         f"{OUTPUT_SPAN} tokens from", ".2f", names,
     ) if spans > 1 else []  # fmt: skip
     found += line_figures(

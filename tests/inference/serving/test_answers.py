@@ -8,9 +8,13 @@ from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.answers import in_order
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.text.rendering import render_prompt
+from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.serving.worker import AnswerText
-from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, text_of
+from draft_heads.inference.target.target import Target
+from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, serve, text_of
+from tests.tiny_chat import save_target
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -105,6 +109,36 @@ def test_the_token_that_ends_an_answer_is_no_text(target, engine, client):
     answer = chat(client, QUESTIONS[3], extra_body={"stop_token_ids": [tokens[end]], "return_token_ids": True})
     assert answer.choices[0].message.content == text_of(target, tokens[:end])
     assert answer.choices[0].token_ids == tokens[: end + 1] and answer.choices[0].finish_reason == "stop"
+
+
+def test_special_tokens_inside_an_answer_are_shown_unless_they_are_to_be_skipped(tmp_path):
+    target = Target.from_pretrained(save_target(tmp_path), device="cpu")
+    special = {token for token, one in target.tokenizer.added_tokens_decoder.items() if one.special}
+    ask, inside = {"temperature": 2.0, "seed": 1, "n": 16, "max_tokens": 48}, 0
+    with serve(DecodingEngine(target, VanillaDrafter())) as (client, *_):
+        for skip in (False, True, None):
+            extra = {"return_token_ids": True} | ({} if skip is None else {"skip_special_tokens": skip})
+            streamed = [""] * 16
+            for chunk in chat(client, "Hi", stream=True, extra_body=extra, **ask):
+                streamed[chunk.choices[0].index] += chunk.choices[0].delta.content
+            for choice, pieces in zip(chat(client, "Hi", extra_body=extra, **ask).choices, streamed):
+                read = choice.token_ids[: -1 if choice.finish_reason == "stop" else None]
+                text = target.tokenizer.backend_tokenizer.decode(read, skip_special_tokens=bool(skip))
+                assert choice.message.content == pieces == text
+                inside += bool(special & set(read))
+    assert inside > 6
+
+
+def test_skipped_special_tokens_still_say_where_the_last_channel_begins(tmp_path):
+    tokenizer = Target.from_pretrained(save_target(tmp_path), device="cpu").tokenizer
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    thought, shown, more = (tokenizer(word, add_special_tokens=False)["input_ids"] for word in ("hm", "a tea", "pot"))
+    for skip, told in ((False, "a tea<|im_start|>pot"), (True, "a teapot")):
+        text = AnswerText(tokenizer, (), scaffold=(start, end), skips_special=skip)
+        tokens = [start, *thought, start, end, *shown, start, *more]
+        assert "".join(map(text.add, tokens)) + text.end() == told
+        unfinished = AnswerText(tokenizer, ("hm",), scaffold=(start, end), skips_special=skip)
+        assert "".join(map(unfinished.add, [start, *thought])) + unfinished.end() == ("" if skip else "<|im_start|>")
 
 
 def test_models_health_and_metrics(target, served):

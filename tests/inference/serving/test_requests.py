@@ -159,10 +159,26 @@ def test_what_contradicts_the_checkpoints_own_settings_is_not_neutral(tmp_path):
     with serve(DecodingEngine(target, VanillaDrafter())) as (client, *_):
         own = chat(client, "Hi", max_tokens=8).choices
         same = {"repetition_penalty": 1.3, "repeat_penalty": 1.3, "min_tokens": 2, "min_new_tokens": 2}
+        same |= {"repeat_last_n": -1, "penalize_nl": True}  # of the whole text, as it is here
         assert chat(client, "Hi", max_tokens=8, extra_body=same).choices == own
         for name, value in {"repetition_penalty": 1, "repeat_penalty": 1, "min_tokens": 0, "min_new_tokens": 0}.items():
             with pytest.raises(openai.BadRequestError, match=f"the checkpoint's own .* got {value}; leave {name} out"):
                 chat(client, "Hi", extra_body={name: value})
+        for name, value in (("repeat_last_n", 64), ("repeat_last_n", 0), ("penalize_nl", False)):
+            with pytest.raises(
+                openai.BadRequestError, match=f"penalty counts the whole text.*got {value}; leave {name}"
+            ):
+                chat(client, "Hi", extra_body={name: value})
+
+
+def test_what_a_stream_does_not_have_is_refused(client):
+    assert list(chat(client, "Hi", stream=True, stream_options={"include_usage": False, "include_obfuscation": False}))
+    for name, told in (
+        ("include_obfuscation", "include_obfuscation is not supported; got True; leave it out"),
+        ("x", "x"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"stream_options.*{told}"):
+            chat(client, "Hi", stream=True, stream_options={name: True})
 
 
 def test_other_errors_have_the_same_form(served):
@@ -209,7 +225,14 @@ NEUTRAL = {
         **{"top_k": 0, "typical_p": 1.0, "repeat_penalty": 1.0, "repeat_last_n": 64, "mirostat": 0, "n_probs": 0},
         **{"mirostat_tau": 5.0, "mirostat_eta": 0.1, "dry_multiplier": 0.0, "dry_base": 1.75, "xtc_probability": 0.0},
         **{"dynatemp_range": 0.0, "top_n_sigma": -1.0, "grammar": "", "cache_prompt": True, "id_slot": -1, "n_keep": 0},
-        **{"tfs_z": 1.0, "min_keep": 0, "json_schema": None, "lora": [], "timings_per_token": False},
+        **{
+            "penalize_nl": False,
+            "tfs_z": 1.0,
+            "min_keep": 0,
+            "json_schema": None,
+            "lora": [],
+            "timings_per_token": False,
+        },
     },
 }
 
@@ -237,6 +260,7 @@ def test_values_that_change_nothing_are_accepted(served, name, path):
         "rid",
         "cache_prompt",
         "repeat_last_n",
+        "penalize_nl",
         "mirostat_tau",
         "mirostat_eta",
         "dry_base",
