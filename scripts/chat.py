@@ -34,7 +34,13 @@ from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import check_positive, distinct_specs, load_target, target_parser
+from draft_heads.scripts.decoding_options import (
+    MAX_NODES_HELP,
+    check_positive,
+    distinct_specs,
+    load_target,
+    target_parser,
+)
 
 ACCEPTED = ("bold cyan", "bold green")  # of neighbouring runs
 
@@ -45,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--drafters", nargs="+", default=["ngram"], metavar="NAME[=[KIND:]PATH[,key=value…][+…]]",
         help="the first is used first; vanilla is always available (default: ngram)")  # fmt: skip
-    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--max_nodes", type=int, default=32, help=MAX_NODES_HELP)
     add("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens (default 1024)")
     add("--system", help="a system message")
     add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")

@@ -32,6 +32,9 @@ from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
 
 ACCEPTANCE = ("exact", "typical")
+MAX_NODES_HELP = (
+    "most nodes of a draft tree, a hybrid's too; lookahead and ouroboros have one of their own (default 32)"
+)
 REPORTED = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "acceptance", "seed"),
     *("max_nodes", "limit", "stop_at_loops", "batch_size", "attention"),
@@ -110,7 +113,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
     add("--overwrite", action="store_true", help="replace a finished run in --output")
     add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")
     add("--limit", type=int, help="only the first N questions of each benchmark")
-    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--max_nodes", type=int, default=32, help=MAX_NODES_HELP)
     add("--batch_size", type=int, default=1, help="sequences decoded together, for every drafter (default 1)")
     add("--stop_at_loops", action="store_true", help="end an answer where it begins to repeat itself endlessly")
     add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")

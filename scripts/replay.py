@@ -29,7 +29,13 @@ from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
-from draft_heads.scripts.decoding_options import answered_questions, check_positive, distinct_specs, script_parser
+from draft_heads.scripts.decoding_options import (
+    MAX_NODES_HELP,
+    answered_questions,
+    check_positive,
+    distinct_specs,
+    script_parser,
+)
 from draft_heads.scripts.terminal import show_report
 
 
@@ -68,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
     add("--limit", type=int, help="only the first N answered questions")
-    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--max_nodes", type=int, default=32, help=MAX_NODES_HELP)
     add_threads(parser)
     required = ("answers", "tokenizer", "drafters", "output")
     return exit_status(lambda: run(parse_with_config(parser, arguments, required)))

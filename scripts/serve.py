@@ -24,7 +24,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings, TextPieces
-from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser
+from draft_heads.scripts.decoding_options import MAX_NODES_HELP, check_positive, load_target, target_parser
 
 API_KEY = "DRAFT_HEADS_API_KEY"
 
@@ -35,7 +35,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--drafter", default="vanilla", metavar="NAME[=[KIND:]PATH[,key=value…][+…]]",
         help="as in scripts/evaluate.py (default: vanilla, no drafts)")  # fmt: skip
-    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--max_nodes", type=int, default=32, help=MAX_NODES_HELP)
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="0: any free port (default 8000)")
     add("--api_key", help=f"clients must send it; default: the environment's {API_KEY}, or none")

@@ -215,6 +215,7 @@ class _Cell:
         engines = []
         for nodes in BUDGETS:
             spec = DrafterSpec.parse("drafter=" + text.format(nodes=nodes, columns=min(nodes, 8)))
+            nodes = max(nodes, 6) if "+lookahead" in text else nodes  # its smallest window
             builder = DrafterBuilder(self.target, nodes)  # with heads and draft models that come from no file
             builder.head, builder.draft_model = self.head, lambda kind, path: self.draft_model
             engines.append(DecodingEngine(self.target, builder.build(spec)))
