@@ -271,10 +271,12 @@ class TextPieces:
     that one is missing.
     """
 
-    def __init__(self, tokenizer: Any, before: Sequence[int] = (), scaffold: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, before: Sequence[int] = (), scaffold: Sequence[int] = (), skips_special: bool = False
+    ) -> None:
         """before: tokens of the text that the answer goes on with, whose first space would else be dropped by some
-        tokenizers; scaffold: the tokens that the chat template puts before an answer (`Target.scaffold`). ValueError
-        without a fast tokenizer."""
+        tokenizers; scaffold: the tokens that the chat template puts before an answer (`Target.scaffold`);
+        skips_special: whether special tokens are no part of the text. ValueError without a fast tokenizer."""
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("streamed text needs a fast tokenizer; the target has none; use `stream` for tokens")
         self._tokenizer = tokenizer.backend_tokenizer
@@ -283,7 +285,7 @@ class TextPieces:
         windows = (list(before[-size:]) for size in range(8, 12))
         self._tokens = next((one for one in windows if not self._tokenizer.decode(one).endswith("\ufffd")), [])
         self._shown = len(self._tokens)  # how many of them are the last piece's
-        self._scaffold = list(scaffold)
+        self._scaffold, self._skips_special = list(scaffold), skips_special
         self._channels: list[int] | None = [] if scaffold else None  # the tokens so far, while the scaffold may come
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -314,7 +316,7 @@ class TextPieces:
     def _piece(self) -> str:
         """The text of the tokens after the last piece."""
         shown, text = (
-            self._tokenizer.decode(tokens, skip_special_tokens=False)
+            self._tokenizer.decode(tokens, skip_special_tokens=self._skips_special)
             for tokens in (self._tokens[: self._shown], self._tokens)
         )
         return str(text[len(shown) :])

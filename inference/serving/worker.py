@@ -55,15 +55,6 @@ class Job:
     submitted: float = field(default_factory=time.perf_counter)
 
 
-class PlainPieces(TextPieces):
-    """Leaves special tokens out of the text."""
-
-    def _piece(self) -> str:
-        ends = self._tokens[: self._shown], self._tokens
-        shown, text = (self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ends)
-        return str(text[len(shown) :])
-
-
 class AnswerText:
     """The text of an answer as it grows, up to the first of its stop texts.
 
@@ -78,9 +69,8 @@ class AnswerText:
         scaffold: Sequence[int] = (),
         skips_special: bool = False,
     ) -> None:
-        """before, scaffold: see `TextPieces`; skips_special: whether special tokens are no part of the text."""
-        self._pieces = (PlainPieces if skips_special else TextPieces)(tokenizer, before, scaffold)
-        self._stops = stops
+        """before, scaffold, skips_special: see `TextPieces`."""
+        self._pieces, self._stops = TextPieces(tokenizer, before, scaffold, skips_special), stops
         self._held = ""
         self.stopped = False
 
@@ -184,8 +174,7 @@ class Worker:
     def _answer(self, job: Job) -> None:
         target = self.engine.target
         before, scaffold = (job.prompt, ()) if job.continues else ((), target.scaffold)
-        text = AnswerText(target.tokenizer, job.stops, before, scaffold, job.skips_special)
-        result = Generation()
+        result, text = Generation(), AnswerText(target.tokenizer, job.stops, before, scaffold, job.skips_special)
         steps = self.engine.stream(job.prompt, job.settings, result)
         try:
             for step in steps:
