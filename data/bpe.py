@@ -48,5 +48,6 @@ def train_tokenizer(
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
+    tokenizer.name_or_path = "trained here"
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -1,6 +1,7 @@
 """Datastores for REST: the tokens of a corpus and their suffix array, in a memory-mapped folder.
 
-    datastore.json  format_version, tokens, conversations, vocab_size, tokenizer_hash, depth, dataset, checksums (xxh3)
+    datastore.json  format_version, tokens, conversations, vocab_size, tokenizer_hash, depth, dataset, checksums (xxh3),
+                    bad_rows [{place, reason, detail, kept_turns}]: what was trimmed, or dropped (no kept turns)
     tokens.npy      [N] the conversations one after another, a separator (the value vocab_size) after each
     suffixes.npy    [N] the positions in `tokens`, sorted by the `depth` tokens that begin there
     starts.npy      [vocab_size + 2] index in `suffixes` of the first suffix that begins with each token
@@ -15,7 +16,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.common.files import checksum, names_path, read_manifest, write_text
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.text.conversations import conversation_of, read_conversations
+from draft_heads.data.text.conversations import (
+    BadRow,
+    DatasetOptions,
+    conversation_of,
+    count_by_reason,
+    read_conversations,
+)
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 
 logger = logging.getLogger(__name__)
@@ -157,14 +164,16 @@ def build_datastore(
     folder: Path,
     limit: int | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, of: None,
-    skip_bad_rows: bool = False,
+    options: DatasetOptions | None = None,
 ) -> dict[str, Any]:
     """Write the conversations of a file, folder or hub id as a datastore; returns its manifest.
 
     `tokenizer` has a chat template, with which conversations are rendered as the target sees them; `progress` is called
     with stage, done, of. ConversationError with file, row and reason for a bad row, ValueError for no rows.
     """
-    rows = read_conversations(dataset, skip_bad_rows=skip_bad_rows, limit=limit).dataset
+    options = options or DatasetOptions()
+    loaded = read_conversations(dataset, options.split, options.skip_bad_rows, limit, config=options.dataset_config)
+    rows, refused = loaded.dataset, list[BadRow]()
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     digest = hashlib.sha256()
     parts: list[NDArray[Any]] = []
@@ -179,22 +188,26 @@ def build_datastore(
         texts: list[str] = []
         for place, (messages, extra) in zip([row["place"] for row in batch], conversations):
             try:
-                renderer.check_texts(messages, extra=extra)
-                renderer.check_read(messages, extra)
-                texts.append(renderer.text(messages, extra=extra))
+                sound, why = renderer.sound_part(messages, options.skip_bad_rows, extra=extra)
+                renderer.check_read(sound, extra)
+                texts.append(renderer.text(sound, extra=extra))
+                refused += [] if why is None else [BadRow.of(place, why, len(sound))]
             except ConversationError as error:
-                if not skip_bad_rows:
+                if not options.skip_bad_rows:
                     raise ConversationError(
                         f"{dataset}, {place}: {error}; or set skip_bad_rows to leave such rows out"
                     ) from None
-                logger.warning("%s, %s is left out: %s", dataset, place, error)
+                refused.append(BadRow.of(place, error))
         kept += len(texts)
         for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ():
             parts.append(np.array([*ids, vocabulary], unsigned(vocabulary)))
     progress("conversations", len(rows), len(rows))
+    for line in count_by_reason(refused):
+        logger.warning("%s: %s", dataset, line)
     if not parts:
         raise ConversationError(
-            f"{dataset}: the chat template refuses all {len(rows)} conversations; see the lines above"
+            f"{dataset}: the chat template refuses all {len(rows)} conversations, the first: {refused[0]}; pass "
+            "others, or another chat_template"
         )
     tokens = np.concatenate(parts)
     del parts
@@ -208,6 +221,7 @@ def build_datastore(
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "depth": DEPTH,
         "dataset": {"name": Path(dataset).name, "limit": limit, "fingerprint": digest.hexdigest()[:16]},
+        "bad_rows": [asdict(bad) for bad in [*loaded.bad_rows, *refused]],
     }
     arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.common.pretrained import layer_sizes
+from draft_heads.data.text.chat_template import template_source
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Hash of the chat template in use (16 hex digits), None when there is none."""
-    return _digest(tokenizer.get_chat_template()) if tokenizer.chat_template else None
+    """Hash of the chat template in use, all its parts (16 hex digits), None when there is none."""
+    return _digest(template_source(tokenizer)) if tokenizer.chat_template else None
 
 
 def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: str, fine_tune: bool = False) -> None:

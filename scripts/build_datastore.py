@@ -15,11 +15,12 @@ from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
+from draft_heads.configs.options import add_flags, option_names
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.datastore import MANIFEST, build_datastore
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
-from draft_heads.data.text.conversations import SKIP_BAD_ROWS_HELP
+from draft_heads.data.text.conversations import DatasetOptions
 from draft_heads.data.text.json_rows import check_source
 from draft_heads.inference.evaluation.report import check_output
 from draft_heads.scripts.decoding_options import check_positive, script_parser
@@ -32,10 +33,11 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     console = plain_console()
     with progress_bar(console, "reading") as progress:
-        manifest = build_datastore(
-            options.dataset, tokenizer, options.output, options.limit, progress, options.skip_bad_rows
-        )
+        chosen = DatasetOptions(**{name: getattr(options, name) for name in option_names(DatasetOptions)})
+        manifest = build_datastore(options.dataset, tokenizer, options.output, options.limit, progress, chosen)
+    bad_rows = {bad["place"] for bad in manifest["bad_rows"]}
     what = f"{options.output}: {manifest['tokens']:,} tokens of {manifest['conversations']:,} conversations"
+    what += f"; {len(bad_rows):,} bad rows trimmed or left out, listed in {MANIFEST}" if bad_rows else ""
     console.print(what, soft_wrap=True)
 
 
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--output", type=Path, help="folder to write")
     add("--limit", type=int, help="only the first N conversations")
-    add("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
+    add_flags(parser, DatasetOptions)
     add("--overwrite", action="store_true", help="replace a datastore in --output")
     return exit_status(lambda: run(parse_with_config(parser, arguments, ("dataset", "tokenizer", "output"))))
 

@@ -92,6 +92,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
         "unfinished": "ended at max_new_tokens",
         "loops": "cut at a loop",
         "without_end": "recorded answers without an end token",
+        "shortened": "recorded answers to earlier questions without their thoughts",
     }
     bad_rows = [BadRow(**bad) for bad in manifest["data"]["bad_rows"]]
     for row in (row for shard in manifest["shards"] for row in shard.get("trimmed", ())):  # for the target's tokens

@@ -18,6 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, on_interrupt
@@ -29,7 +30,7 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from draft_heads.configs.options import add_threads, use_threads
+from draft_heads.configs.options import add_flags, add_threads, use_threads
 from draft_heads.data.bpe import train_tokenizer
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
@@ -38,13 +39,15 @@ from draft_heads.data.labels.loops import loop_start
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.data.text.benchmarks import gsm8k_answer
 from draft_heads.data.text.conversations import (
-    SKIP_BAD_ROWS_HELP,
+    BadRow,
     Conversation,
+    DatasetOptions,
     conversation_of,
-    load_conversations,
+    count_by_reason,
     parse_record,
+    read_conversations,
 )
-from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, end_token_ids
 from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
@@ -53,6 +56,7 @@ from draft_heads.train.optimizer import Muon
 
 PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt by repetition
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
+Placed = tuple[str, Conversation]  # where it stands in its file
 
 INTEGERS = {
     "vocab_size": (1024, "tokens of the tokenizer, where one is trained"),
@@ -72,7 +76,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder to write; must be empty or absent")
     add("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz or hub id; default: the synthetic corpus")
-    add("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
+    add_flags(parser, DatasetOptions)
     add("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
     add("--max_minutes", type=float, default=12, help="minutes of training (12)")
     add("--store", choices=["float32", "bfloat16"], default="float32", help="dtype of the saved weights")
@@ -95,30 +99,53 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 # ---- corpus and tokenizer --------------------------------------------------------------------------------
 
 
-def load_corpus(options: argparse.Namespace) -> tuple[list[Conversation], list[Conversation]]:
+def load_corpus(options: argparse.Namespace) -> tuple[list[Placed], list[Placed]]:
     """(training, unseen) conversations; of a user's dataset every 50th row is kept unseen."""
     if options.dataset:
-        loaded = load_conversations(options.dataset, skip_bad_rows=options.skip_bad_rows)
-        rows = [conversation_of(row) for row in loaded]
+        loaded = read_conversations(
+            options.dataset, options.split, options.skip_bad_rows, config=options.dataset_config
+        )
+        rows = [(row["place"], conversation_of(row)) for row in loaded.dataset]
         if len(rows) < 2:
             raise SystemExit(f"--dataset needs at least 2 conversations; {options.dataset} has {len(rows)}")
         every = min(50, len(rows))
         return [row for i, row in enumerate(rows) if i % every], rows[::every]
     train = conversations(options.conversations, options.seed, "train")
     unseen = conversations(options.questions, options.seed, "heldout")
-    return [parse_record(row) for row in train], [parse_record(row) for row in unseen]
+    return placed(train), placed(unseen)
 
 
-def render(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], max_length: int) -> list[Row]:
-    """Token ids and assistant marks of every conversation; what lies beyond `max_length` is cut."""
-    renderer, rows = ChatRenderer(tokenizer), []
-    for messages, extra in conversations:
-        ids, mask = renderer.conversation(messages, extra)
-        if any(mask[1:max_length]):
-            rows.append((ids[:max_length], mask[:max_length]))
-    if not rows:
-        raise ConversationError(f"no answer starts within --max_length {max_length} tokens; raise it")
-    return rows
+def placed(rows: list[dict]) -> list[Placed]:
+    """Rows of the synthetic corpus."""
+    return [(f"row {number}", parse_record(row)) for number, row in enumerate(rows, start=1)]
+
+
+def render(tokenizer: PreTrainedTokenizerFast, rows: list[Placed], options: argparse.Namespace) -> list[Row]:
+    """Token ids and assistant marks of every conversation; what lies beyond --max_length is cut.
+
+    ConversationError for one that the chat template refuses, or that holds a control token, unless --skip_bad_rows.
+    """
+    renderer, found, bad_rows = ChatRenderer(tokenizer), [], []
+    for place, (messages, extra) in rows:
+        try:
+            sound, why = renderer.sound_part(messages, options.skip_bad_rows, extra=extra)
+            ids, mask = renderer.conversation(sound, extra)
+        except ConversationError as error:
+            if not options.skip_bad_rows:
+                raise ConversationError(
+                    f"{options.dataset or 'the corpus'}, {place}: {error}; or set skip_bad_rows to leave such rows out"
+                ) from None
+            bad_rows.append(BadRow.of(place, error))
+            continue
+        bad_rows += [] if why is None else [BadRow.of(place, why, len(sound))]
+        if any(mask[1 : options.max_length]):
+            found.append((ids[: options.max_length], mask[: options.max_length]))
+    for line in count_by_reason(bad_rows):
+        print(f"{options.dataset}: {line}", file=sys.stderr)
+    if not found:
+        reason = f"the first bad row is {bad_rows[0]}" if bad_rows else "raise it"
+        raise ConversationError(f"no answer starts within --max_length {options.max_length} tokens; {reason}")
+    return found
 
 
 # ---- model and training ----------------------------------------------------------------------------------
@@ -217,11 +244,20 @@ def train(
 # ---- measuring -------------------------------------------------------------------------------------------
 
 
-def greedy_answers(target: Target, prompts: list[list[dict]], max_new_tokens: int = 256) -> list[list[int]]:
-    """Greedy answers to prompts (messages that end with the user's); the tokens up to EOS, EOS included."""
+def greedy_answers(
+    target: Target, prompts: list[list[dict]], max_new_tokens: int = 256, extras: list[Extra] | None = None
+) -> list[list[int]]:
+    """Greedy answers to prompts (messages that end with the user's); the tokens up to EOS, EOS included.
+
+    Prompts that leave no room in the target's positions get none: there may be fewer answers.
+
+    extras: further arguments of the chat template, of each prompt
+    """
     renderer = ChatRenderer(target.tokenizer)
-    ids = [renderer.prompt(prompt) for prompt in prompts]
-    return [answer.tokens for answer in answer_prompts(target, ids, [max_new_tokens] * len(ids), batch_size=50)]
+    ids = [renderer.prompt(prompt, extra) for prompt, extra in zip(prompts, extras or [None] * len(prompts))]
+    rooms = [(row, min(max_new_tokens, target.max_positions - len(row))) for row in ids]
+    fitting, limits = [row for row, room in rooms if room > 0], [room for _, room in rooms if room > 0]
+    return [answer.tokens for answer in answer_prompts(target, fitting, limits, batch_size=50)]
 
 
 def solved(target: Target, problems: list[dict]) -> tuple[float, list[list[int]]]:
@@ -233,17 +269,19 @@ def solved(target: Target, problems: list[dict]) -> tuple[float, list[list[int]]
 
 
 @torch.inference_mode()
-def measure(target: Target, unseen: list[Conversation], options: argparse.Namespace) -> dict:
-    """What the trained model does with unseen prompts; word problems only for the synthetic corpus."""
-    rows = render(target.tokenizer, unseen, options.max_length)
+def measure(target: Target, unseen: list[Placed], rows: list[Row], options: argparse.Namespace) -> dict:
+    """What the trained model does with unseen prompts; word problems only for the synthetic corpus.
+
+    rows: the `unseen` conversations, rendered
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # decoding one token at a time gains nothing from a second thread
     losses = [loss_of(target.model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]
     figures = {"unseen_loss": round(sum(losses) / len(losses), 4)}
     if options.dataset:
-        texts = [row.messages for row in unseen]
-        prompts = [row[: next(i for i, m in enumerate(row) if m["role"] == "assistant")] for row in texts]
-        answers = greedy_answers(target, prompts[: options.questions])
+        prompts, extras = first_questions(target.tokenizer, unseen, options)
+        answers = greedy_answers(target, prompts, extras=extras)
+        figures["too_long"] = len(prompts) - len(answers)
     else:
         asked = questions(options.questions, options.seed, "heldout")
         answers = greedy_answers(target, [[{"role": "user", "content": row["turns"][0]}] for row in asked])
@@ -253,12 +291,30 @@ def measure(target: Target, unseen: list[Conversation], options: argparse.Namesp
             figures |= {f"solved_{steps}_step": round(share, 4)}
             answers += worked
     torch.set_num_threads(threads)
+    count = max(len(answers), 1)
     return figures | {
         "answers": len(answers),
-        "ended": round(sum(row[-1] in target.end_token_ids for row in answers) / len(answers), 4),
-        "looped": round(sum(loop_start(row) is not None for row in answers) / len(answers), 4),
-        "mean_answer_tokens": round(sum(map(len, answers)) / len(answers), 1),
+        "ended": round(sum(row[-1] in target.end_token_ids for row in answers) / count, 4),
+        "looped": round(sum(loop_start(row) is not None for row in answers) / count, 4),
+        "mean_answer_tokens": round(sum(map(len, answers)) / count, 1),
     }
+
+
+def first_questions(
+    tokenizer: PreTrainedTokenizerFast, unseen: list[Placed], options: argparse.Namespace
+) -> tuple[list[list[dict]], list[Extra]]:
+    """(messages, the template's further arguments) up to the first answer of the first --questions conversations.
+
+    Bad ones, which `render` has listed, are left out.
+    """
+    renderer, prompts, extras = ChatRenderer(tokenizer), list[list[dict]](), list[Extra]()
+    for _, (messages, extra) in unseen:
+        prompt = messages[: next(i for i, message in enumerate(messages) if message["role"] == "assistant")]
+        with suppress(ConversationError):
+            renderer.prompt(prompt, extra)
+            prompts.append(prompt)
+            extras.append(extra)
+    return prompts[: options.questions], extras[: options.questions]
 
 
 MEASURED = {
@@ -267,6 +323,7 @@ MEASURED = {
     "ended": "greedy answers that end by themselves within 256 tokens",
     "looped": "greedy answers that loop (three copies of a block)",
     "answers": "answers measured",
+    "too_long": "prompts that leave no room for an answer",
     "mean_answer_tokens": "tokens per answer",
     "unseen_loss": "cross entropy per answer token, unseen conversations",
 }
@@ -300,11 +357,11 @@ def make(argv: list[str] | None = None) -> dict:
                 tokenizer.pad_token = tokenizer.eos_token
         else:
             tokenizer = train_tokenizer(
-                [row.messages for row in corpus[:8000]], options.vocab_size, 2 * options.max_length
+                [row.messages for _, row in corpus[:8000]], options.vocab_size, 2 * options.max_length
             )
-        rows = render(tokenizer, corpus, options.max_length)
+        rows, unseen_rows = render(tokenizer, corpus, options), render(tokenizer, unseen, options)
         bare = [] if options.dataset else drills(options.conversations // 2, options.seed, "train")
-        practice = render(tokenizer, [parse_record(row) for row in bare], options.max_length) if bare else []
+        practice = render(tokenizer, placed(bare), options) if bare else []
 
     model = build_model(tokenizer, options).to("cuda" if torch.cuda.is_available() else "cpu")
     parameters, size = sum(p.numel() for p in model.parameters()), sum(len(ids) for ids, _ in rows)
@@ -316,7 +373,7 @@ def make(argv: list[str] | None = None) -> dict:
     tokenizer.save_pretrained(output)
     kept = f"the model is in {output}, not yet measured; empty it to make another"
     with on_interrupt(lambda: kept), console.status("measuring on unseen prompts"):
-        figures = measure(Target(model, tokenizer), unseen, options)
+        figures = measure(Target(model, tokenizer), unseen, unseen_rows, options)
     command = shlex.join(["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)])
     facts = {
         "parameters": parameters,

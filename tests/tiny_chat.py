@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draft_heads.data.text.conversations import read_conversations
+from draft_heads.data.text.rendering import ChatRenderer, Messages
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CORPUS = ["USER: Hello there. ASSISTANT: I am fine, thank you. user system assistant [INST] [/INST] answer 12 34"] * 4
@@ -79,6 +84,25 @@ def _wrapped(tokenizer: Tokenizer, chat_template: str, eos: str) -> PreTrainedTo
     )
     wrapped.chat_template = chat_template
     return wrapped
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerFast, messages: Messages, extra: dict[str, Any] | None = None
+) -> list[int]:
+    """`ChatRenderer.prompt` of a fresh renderer."""
+    return ChatRenderer(tokenizer).prompt(messages, extra)
+
+
+def render_conversation(
+    tokenizer: PreTrainedTokenizerFast, messages: Messages, extra: dict[str, Any] | None = None
+) -> tuple[list[int], list[bool]]:
+    """`ChatRenderer.conversation` of a fresh renderer."""
+    return ChatRenderer(tokenizer).conversation(messages, extra)
+
+
+def load_conversations(source: str, skip_bad_rows: bool = False) -> Dataset:
+    """The rows that `read_conversations` keeps of a source."""
+    return read_conversations(source, skip_bad_rows=skip_bad_rows).dataset
 
 
 def trained_runs(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[bool]) -> list[str]:

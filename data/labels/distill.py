@@ -15,7 +15,7 @@ The manifest: format_version, target {path, fingerprint}, labels, settings, data
 fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, shards [{file, rows, first_row,
 source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts {rows, tokens,
 trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops, without_end (recorded answers whose last
-token ends none)}, complete.
+token ends none), shortened (recorded answers to earlier questions of which the template leaves out a part)}, complete.
 """
 
 from __future__ import annotations
@@ -126,18 +126,33 @@ def distill(
             folder.finish()
         processes.wait()
     if processes.rank == 0:
-        _report_left_out(folder.manifest, distiller.max_length)
+        _report_left_out(folder.manifest, distiller)
     return folder.manifest
 
 
-def _report_left_out(manifest: dict[str, Any], max_length: int) -> None:
-    """Log each reason for which conversations were dropped or trimmed, and answers without an end; ValueError where no
-    row is left."""
+def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
+    """Log each reason for which conversations were dropped or trimmed, and what answers lack; ValueError where no row
+    is left."""
     dropped = [row for shard in manifest["shards"] for row in shard["skipped"]]
     trimmed = [row for shard in manifest["shards"] for row in shard.get("trimmed", ())]
     bad_rows = [BadRow.of(row["place"], row["reason"], row.get("kept_turns", 0)) for row in [*dropped, *trimmed]]
     for line in count_by_reason(bad_rows):
         logger.warning("%s: %s", manifest["data"]["source"], line)
+    if shortened := manifest["counts"].get("shortened"):
+        logger.warning(
+            "%d answers to earlier questions are trained on without a part that the chat template leaves out, as their "
+            "thoughts: use labels generate to train on all that the target writes",
+            shortened,
+        )
+    if manifest["counts"].get("unfinished", 0) * 5 > manifest["counts"]["rows"]:
+        thinks = "enable_thinking" in str(distiller.target.tokenizer.chat_template)
+        logger.warning(
+            "%d of %d rows end before their answer does, at --max_new_tokens %d: raise it%s",
+            manifest["counts"]["unfinished"],
+            manifest["counts"]["rows"],
+            distiller.options.max_new_tokens,
+            ', or give rows "chat_template_kwargs": {"enable_thinking": false}' if thinks else "",
+        )
     if without := manifest["counts"].get("without_end"):
         logger.warning(
             "%d recorded answers have no end token, and a head does not learn where they end: the chat template closes "
@@ -148,7 +163,7 @@ def _report_left_out(manifest: dict[str, Any], max_length: int) -> None:
     if dropped and not manifest["counts"]["rows"]:
         raise ValueError(
             f"no row is left: all {len(dropped)} are left out, the first, {dropped[0]['place']}, because "
-            f"{dropped[0]['reason']}; choose a max_length above {max_length} or other rows, and set overwrite"
+            f"{dropped[0]['reason']}; choose a max_length above {distiller.max_length} or other rows, and set overwrite"
         )
 
 
@@ -157,13 +172,9 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
 
     No row after the last of `options.limit` is read, unless rows are shuffled first.
     """
-    if options.split != "train" and Path(source).is_file():
-        raise ValueError(
-            f"split names a split of a dataset, and {source} is a file; got {options.split!r}; leave it out"
-        )
     shuffled, generate = options.shuffle_seed is not None, options.labels == "generate"
     first = None if shuffled else options.limit
-    loaded = read_conversations(source, options.split, options.skip_bad_rows, first, generate=generate)
+    loaded = read_conversations(source, options.split, options.skip_bad_rows, first, generate, options.dataset_config)
     if shuffled:
         loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
         loaded.dataset = loaded.dataset.select(range(min(options.limit or len(loaded.dataset), len(loaded.dataset))))
@@ -189,6 +200,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
             counts["unfinished"] += row.finish == "limit" and not row.cut
             counts["loops"] += row.finish == "loop"
             counts["without_end"] += row.without_end
+            counts["shortened"] += row.shortened
             if row.trimmed is not None:
                 trimmed[row.number] = place | {"reason": row.trimmed, "kept_turns": len(row.messages)}
             if row.cut:
@@ -217,6 +229,7 @@ _COUNTED = (
     "unfinished",
     "loops",
     "without_end",
+    "shortened",
 )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from draft_heads.configs.options import DTYPES, check_options, option
-from draft_heads.data.text.conversations import SKIP_BAD_ROWS_HELP
+from draft_heads.data.text.conversations import DatasetOptions
 
 
 @dataclass
-class DistillOptions:
+class DistillOptions(DatasetOptions):
     """Everything but the target, the source and the output. Those below the line may change when a run is resumed."""
 
     labels: str = option(
@@ -17,7 +17,6 @@ class DistillOptions:
         "argmax: label recorded answers; generate: let the target answer anew (argmax)",
         choices=("argmax", "generate"),
     )
-    split: str = option("train", "split of a hub dataset (train)")
     limit: int | None = option(None, "label N conversations, and read no further than the last of them", least=1)
     shuffle_seed: int | None = option(None, "shuffle with this seed before --limit, for which the whole file is read")
     max_length: int | None = option(None, "cut rows after N tokens (2048, or the target's positions if fewer)", least=1)
@@ -33,7 +32,6 @@ class DistillOptions:
         [], "with --hidden_states: also store the outputs of these decoder layers, from 1"
     )
     shard_rows: int = option(1024, "conversations per shard (1024)", least=1)
-    skip_bad_rows: bool = option(False, SKIP_BAD_ROWS_HELP)
     engine: str = option(
         "local",
         "what writes the answers: the target loaded here, or the server at --base_url (local)",

@@ -18,7 +18,6 @@ from draft_heads.data.labels.answers import Answer, Answerer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
 from draft_heads.data.labels.labeller import Labelled, Labeller, checked_ids
-from draft_heads.data.text.chat_text import ControlTokenError
 from draft_heads.data.text.conversations import conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
 
@@ -45,6 +44,7 @@ class Row:
     cut: bool = False
     finish: str = "end"
     without_end: int = 0  # recorded answers whose last token ends none
+    shortened: int = 0  # recorded answers to earlier questions that the template renders without a part
     begun: bool = False  # whether its earlier turns are a row already
     trained: bool = True  # whether the answer that is being written is to be trained on
     labelled: Labelled | None = None  # of `ids`, where what wrote the answer has them
@@ -183,10 +183,13 @@ class Distiller:
         messages, extra = conversation
         row = Row(number, record["place"], record["id"], conversation.opening, messages, extra)
         try:
-            messages = self._sound_turns(row)
+            generate, skip = self.options.labels == "generate", self.options.skip_bad_rows
+            messages, row.trimmed = self.renderer.sound_part(messages, skip, generate, extra)
+            row.messages = messages
             if self.options.labels == "argmax":
                 row.ids, row.mask = self.renderer.conversation(messages, extra)
                 row.without_end = self._without_end(row)
+                row.shortened = self.renderer.shortened(messages, extra)
                 row.cut = len(row.ids) > self.max_length
                 row.ids, row.mask = row.ids[: self.max_length], row.mask[: self.max_length]
                 checked_ids(self.target, row.ids, "the conversation")
@@ -201,21 +204,6 @@ class Distiller:
         """How many trained answers of a recorded conversation end with another token than an end token."""
         last = [token for token, own, more in zip(row.ids, row.mask, [*row.mask[1:], False]) if own and not more]
         return sum(token not in self.target.end_token_ids for token in last)
-
-    def _sound_turns(self, row: Row) -> Messages:
-        """The row's messages; with `skip_bad_rows` those before one that holds a control token, if they are enough.
-
-        Recorded answers that the target writes anew are not read.
-        """
-        try:
-            self.renderer.check_texts(row.messages, answers=self.options.labels == "argmax", extra=row.extra)
-        except ControlTokenError as error:
-            sound = row.messages[: error.turn]
-            needed = "assistant" if self.options.labels == "argmax" else "user"
-            if not self.options.skip_bad_rows or all(turn["role"] != needed for turn in sound):
-                raise
-            row.messages, row.trimmed = sound, str(error)
-        return row.messages
 
     def _reject(self, row: Row, error: ConversationError) -> None:
         if not self.options.skip_bad_rows:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from draft_heads.configs.yaml_files import read_yaml
 
 
 @functools.cache
 def read_texts(name: str) -> Any:
     """What `name`.yaml holds; its first lines say what the entries mean. Not to be changed by the caller."""
-    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+    return read_yaml(Path(__file__).with_name(f"{name}.yaml"))
 
 
 @dataclass(frozen=True)

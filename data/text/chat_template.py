@@ -39,26 +39,36 @@ def read_chat_template(name_or_path: str) -> str:
     return template
 
 
-def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id; `chat_template` (a name or a file) replaces its own."""
+def template_source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a tokenizer's chat template; of several (`default`, `tool_use`) all texts, that by default first."""
+    own = tokenizer.chat_template
+    if not isinstance(own, dict):
+        return str(own)
+    return "\n".join(own[name] for name in sorted(own, key=lambda name: (name != "default", name)))
+
+
+def load_tokenizer(path: str, chat_template: str | None = None, option: str = "--target") -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id; `chat_template` (a name or a file) replaces its own.
+
+    ValueError, which names the `option`, if there is no tokenizer.
+    """
     template = None if chat_template is None else read_chat_template(chat_template)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{option} {path} is no tokenizer's folder or hub id ({reason}); give one with tokenizer.json"
+        ) from None
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
 
 
 def load_chat_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer`, for --tokenizer; one without a chat template gets Vicuna's, which a line says.
-
-    ValueError if there is no tokenizer.
-    """
+    """As `load_tokenizer`, for --tokenizer; one without a chat template gets Vicuna's, which a line says."""
     template = read_chat_template("vicuna" if chat_template is None else chat_template)
-    try:
-        tokenizer = load_tokenizer(path)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--tokenizer {path} is no tokenizer's folder or hub id ({reason}); check the path") from None
+    tokenizer = load_tokenizer(path, option="--tokenizer")
     if chat_template is None and not tokenizer.chat_template:
         logger.warning("--tokenizer %s has no chat template: --chat_template vicuna is taken", path)
     if chat_template is not None or not tokenizer.chat_template:

@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from draft_heads.data.text.chat_template import template_source
 from draft_heads.data.text.template_probe import QUESTION, Messages, TemplateProbe, as_parts, roles_of_parts
 
 Extra = Mapping[str, Any] | None
@@ -89,7 +90,7 @@ class ChatText:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path!r} cannot be used: {error}; pass another chat_template"
             ) from None
-        self.probe = TemplateProbe(template, self.text, self._encode, self._special, self._marks)
+        self.probe = TemplateProbe(template_source(tokenizer), self.text, self._encode, self._special, self._marks)
         self._rules_shown: set[str] = set()  # the roles that end conversations in which a system text is shown
 
     @cached_property
@@ -111,9 +112,11 @@ class ChatText:
             )
             return text
         except _TEMPLATE_ERRORS as error:
+            as_text = isinstance(error, TypeError) and any(message.get("tool_calls") for message in messages)
+            hint = "; the arguments of tool_calls are objects for it, pass a chat_template that writes them with tojson"
             raise ConversationError(
                 f"the chat template of {self.tokenizer.name_or_path!r} refuses the conversation "
-                f"(roles {[m.get('role') for m in messages]}): {error}"
+                f"(roles {[m.get('role') for m in messages]}): {error}{hint if as_text else ''}"
             ) from None
 
     def check_texts(self, messages: Messages, answers: bool = True, extra: Extra = None) -> None:
@@ -138,6 +141,23 @@ class ChatText:
                         "that token and not as its characters; write it otherwise, for example with a space",
                         number,
                     )
+
+    def sound_part(
+        self, messages: Messages, skip_bad_rows: bool, generate: bool = False, extra: Extra = None
+    ) -> tuple[Messages, str | None]:
+        """(the messages before the first that holds a control token, why), (all messages, None) where none does.
+
+        ControlTokenError for one unless `skip_bad_rows`, and where no answer is left (`generate`: no question; recorded
+        answers are then not read).
+        """
+        try:
+            self.check_texts(messages, answers=not generate, extra=extra)
+        except ControlTokenError as error:
+            sound = messages[: error.turn]
+            if not skip_bad_rows or all(turn["role"] != ("user" if generate else "assistant") for turn in sound):
+                raise
+            return sound, str(error)
+        return messages, None
 
     def check_read(self, messages: Messages, extra: Extra = None) -> None:
         """ConversationError for a key of a message or of `extra` that the chat template does not read."""
@@ -201,7 +221,7 @@ class ChatText:
     @cached_property
     def _in_source(self) -> frozenset[str]:
         """The special tokens that the template may write, as those around tool calls."""
-        source = self.tokenizer.get_chat_template()
+        source = template_source(self.tokenizer)
         added = self.tokenizer.added_tokens_decoder
         return frozenset(added[i].content for i in self._special & added.keys() if added[i].content in source)
 
@@ -235,16 +255,20 @@ class ChatText:
             ending = messages[-1]["role"]  # on which it may depend whether a system text is shown
             if content.strip() in text and (role != "system" or ending in self._rules_shown):
                 continue
-            placeholder = self._placeholder(messages)
-            replaced = [*messages[:number], {**message, "content": placeholder}, *messages[number + 1 :]]
-            if placeholder not in self.text(replaced, add_generation_prompt, extra):
-                raise ConversationError(
-                    f"the chat template leaves out the {role}'s text of a conversation that ends with the {ending}'s "
-                    f"turn: {content[:40]!r} (turn {number}); leave it out or put it into another turn, or pass a "
-                    "chat_template that renders it"
-                )
+            self.check_text_shown(messages, number, extra, add_generation_prompt)
             if role == "system":
                 self._rules_shown.add(ending)
+
+    def check_text_shown(self, messages: Messages, number: int, extra: Extra, add_generation_prompt: bool) -> None:
+        """ConversationError where the template leaves out the text of message `number`, whatever it is."""
+        message, placeholder = messages[number], self._placeholder(messages)
+        replaced = [*messages[:number], {**message, "content": placeholder}, *messages[number + 1 :]]
+        if placeholder not in self.text(replaced, add_generation_prompt, extra):
+            raise ConversationError(
+                f"the chat template leaves out the {message['role']}'s text of a conversation that ends with the "
+                f"{messages[-1]['role']}'s turn: {message['content'][:40]!r} (turn {number}); leave it out or put it "
+                "into another turn, or pass a chat_template that renders it"
+            )
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         check_unicode(text)

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from draft_heads.data.text.json_rows import MalformedJson, read_rows
+from draft_heads.configs.options import option
+from draft_heads.data.text.json_rows import MalformedJson, is_file, read_rows
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import TOOL_CALLS, TURN_LISTS, TURN_TEXTS, further_of_row, message_of, without_none
 
@@ -29,9 +30,19 @@ if TYPE_CHECKING:  # decoding and benchmarks need no `datasets`
 
 logger = logging.getLogger(__name__)
 
-SKIP_BAD_ROWS_HELP = "keep the sound turns of bad rows, and list what is left out, instead of stopping"
 _EARLY_ANSWER = "an assistant turn before the first user turn"
 _ARGUMENTS = "chat_template_kwargs"
+
+
+@dataclass
+class DatasetOptions:
+    """What is read of --dataset, for every command that has it."""
+
+    split: str = option("train", "split of a hub dataset (train)")
+    dataset_config: str | None = option(None, "configuration of a hub dataset, where it has several")
+    skip_bad_rows: bool = option(
+        False, "keep the sound turns of bad rows, and list what is left out, instead of stopping"
+    )
 
 
 class Conversation(NamedTuple):
@@ -94,24 +105,28 @@ class Conversations:
     repeated: int = 0  # rows left out because an earlier one asks the same (`generate`)
 
 
-def load_conversations(source: str, split: str = "train", skip_bad_rows: bool = False) -> datasets.Dataset:
-    """The rows of a JSON or JSONL file, a dataset folder or a hub id; see `read_conversations` for the bad ones."""
-    return read_conversations(source, split, skip_bad_rows).dataset
-
-
 def read_conversations(
-    source: str, split: str = "train", skip_bad_rows: bool = False, limit: int | None = None, generate: bool = False
+    source: str,
+    split: str = "train",
+    skip_bad_rows: bool = False,
+    limit: int | None = None,
+    generate: bool = False,
+    config: str | None = None,
 ) -> Conversations:
     """Read `source` up to the `limit`th sound row; ConversationError at the first bad row unless `skip_bad_rows`.
 
     generate: the target will write the answers, so rows need none, and those that ask what an earlier row asks are
     left out and counted
+    config: of a dataset that has several configurations, the one to read; a file has neither them nor splits
     """
+    for name, value in (("split", None if split == "train" else split), ("dataset_config", config)):
+        if value is not None and is_file(source):
+            raise ValueError(f"{name} names a part of a dataset, and {source} is a file; got {value!r}; leave it out")
     kept: list[tuple[str, str, Conversation]] = []
     bad_rows: list[BadRow] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()
     repeated = 0
-    for place, record in read_rows(source, split):
+    for place, record in read_rows(source, split, config, option="--dataset"):
         row_id, conversation, faults = _sound_part(place, record, generate)
         if faults and not skip_bad_rows:
             raise ConversationError(

@@ -1,6 +1,7 @@
 """Rows of JSON arrays, JSONL files (both also as .gz, files also by URL) and datasets, with places for error messages.
 
-Rows of datasets are without the keys that are None. Rows count from 1. A row's place is `line 3` in a JSONL file,
+Rows are without the keys that are None, at every depth: Arrow fills them in, and a file shall read as its folder does.
+JSON that a text holds is left as it is. Rows count from 1. A row's place is `line 3` in a JSONL file,
 `row 3` in an array and `row 3 of split train` in a dataset. Of a folder one split is read, whole or not at all.
 """
 
@@ -22,12 +23,12 @@ from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
 
-READ = "JSON arrays and JSONL are read: .json, .jsonl, .json.gz, .jsonl.gz"
+READ = "JSON arrays and JSONL are read: .json, .jsonl, .ndjson, each also as .gz"
 _OTHER_FORMATS = {
     *(".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xml", ".yaml", ".yml", ".pkl", ".npy", ".xls", ".xlsx"),
     *(".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".gz", ".bz2", ".xz", ".zst", ".safetensors"),
 }
-_BYTE_ORDER_MARK, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
+_BYTE_ORDER_MARK, _GZIP, _LFS = b"\xef\xbb\xbf", b"\x1f\x8b", b"version https://git-lfs"
 _FOLDER_FORMATS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON")
 _FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow", "zip", "tar")}
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
@@ -65,17 +66,22 @@ def check_source(source: str) -> None:
     if _is_url(source):
         return
     path = Path(source)
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    suffix = Path(path.stem).suffix if path.suffix.lower() == ".gz" else path.suffix
     suffix = (suffix or path.suffix).lower()
     if suffix in _OTHER_FORMATS and not path.is_dir():
         raise ValueError(f"{READ}; received the {suffix} file {source}; write its rows as JSONL")
-    looks_like_path = suffix in {".json", ".jsonl"} or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)
+    looks_like_path = suffix in {".json", ".jsonl", ".ndjson"} or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)
     if not path.exists() and (looks_like_path or source.startswith(("./", "../"))):
         raise FileNotFoundError(f"{source} does not exist; pass an existing JSON or JSONL file, or a hub id")
 
 
-def read_rows(source: str, split: str | None = None, config: str | None = None) -> Iterator[tuple[str, Any]]:
+def read_rows(
+    source: str, split: str | None = None, config: str | None = None, option: str | None = None
+) -> Iterator[tuple[str, Any]]:
     """(place, record) of every row of a file, URL, dataset folder or hub id, read as far as the caller iterates.
+
+    option: that which named the source, for errors; a dataset then has the `config`. None: --benchmarks, whose
+        configuration is that of the hub's dataset, and a local copy may have none.
 
     For a malformed JSONL line, and a row in which an object has a key twice, the record is a MalformedJson. Nothing
     after a malformed row of an array can be read, so there MalformedJson is raised, as it is for an empty file.
@@ -83,34 +89,47 @@ def read_rows(source: str, split: str | None = None, config: str | None = None) 
     """
     check_source(source)
     if _is_url(source):
-        yield from _url_rows(source)
-        return
-    if not Path(source).is_file():
-        yield from _dataset_rows(source, split, config)
-        return
-    yield from _local_rows(Path(source))
+        rows = _url_rows(source, option)
+    elif Path(source).is_file():
+        rows = _local_rows(Path(source))
+    else:
+        rows = _dataset_rows(source, split, config, option)
+    yield from ((place, _without_none(record)) for place, record in rows)
 
 
 def _local_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from _file_rows(path, file)  # type: ignore[arg-type]
+        with path.open("rb") as file:
+            zipped = path.suffix.lower() == ".gz" or file.peek(len(_GZIP)).startswith(_GZIP)
+            yield from _file_rows(path, gzip.GzipFile(fileobj=file) if zipped else file)  # type: ignore[arg-type]
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise MalformedJson(f"{path} is damaged or cut short ({error}); copy it again") from None
+
+
+def is_file(source: str) -> bool:
+    """Whether a source is a file here or on a web server, which has no splits."""
+    return _is_url(source) or Path(source).is_file()
 
 
 def _is_url(source: str) -> bool:
     return source.startswith(("https://", "http://"))
 
 
-def _url_rows(url: str) -> Iterator[tuple[str, Any]]:
+def _passed(option: str | None) -> str:
+    """How a file is passed."""
+    return "NAME=FILE" if option is None else f"{option} FILE"
+
+
+def _url_rows(url: str, option: str | None) -> Iterator[tuple[str, Any]]:
     """The rows of a JSON or JSONL file on a web server, which is read whole."""
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
             content = answer.read()
         content = gzip.decompress(content) if content.startswith(_GZIP) else content
     except (OSError, ValueError, EOFError, zlib.error) as error:  # no network, no such file, a damaged one
-        raise ValueError(f"{url} cannot be read ({error}); copy the file here and pass it as NAME=FILE") from None
+        raise ValueError(
+            f"{url} cannot be read ({error}); copy the file here and pass it as {_passed(option)}"
+        ) from None
     yield from _file_rows(url, io.BytesIO(content))
 
 
@@ -119,6 +138,8 @@ def _file_rows(path: Path | str, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     start, first = next((one for one in lines if one[1].removeprefix(_BYTE_ORDER_MARK).strip()), (0, b""))
     if not start:
         raise MalformedJson(f"{path} is empty; pass a file with at least one row")
+    if first.startswith(_LFS):
+        raise MalformedJson(f"{path} is a pointer of Git LFS in place of the file; run git lfs pull in its repository")
     if first.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         try:
             yield from _array_rows(path, (first + file.read()).decode("utf-8-sig"))
@@ -181,22 +202,30 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterator[tuple[str, Any]]:
+def _dataset_rows(source: str, split: str | None, config: str | None, option: str | None) -> Iterator[tuple[str, Any]]:
     import datasets  # takes a second
 
     if (Path(source) / "dataset_info.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
+        if option and config:
+            raise ValueError(f"{source} is a saved dataset without configurations; got {config}; leave it out")
         loaded = datasets.load_from_disk(source)
     else:
         try:
             if Path(source).is_dir():
                 _check_folder(source)
-                if config not in datasets.get_dataset_config_names(source):
+                if option is None and config not in datasets.get_dataset_config_names(source):
                     config = None  # a hub dataset's; this folder has other parts, or none
             loaded = datasets.load_dataset(source, name=config)
         except ConnectionError as error:
             raise ValueError(
-                f"{source} is no local file, and the hub cannot be reached ({error}); pass a copy as NAME=FILE"
+                f"{source} is no local file, and the hub cannot be reached ({error}); pass a copy as {_passed(option)}"
             ) from error
+        except ValueError as error:
+            if not str(error).startswith(("Config name is missing", "BuilderConfig")):
+                raise
+            reason = " ".join(str(error).split())
+            remedy = "pass a copy as NAME=FILE" if option is None else "name one with --dataset_config"
+            raise ValueError(f"{source} is read in one of its configurations: {reason}; {remedy}") from None
         except (datasets.exceptions.DatasetsError, FileNotFoundError) as error:
             found = "folder" if Path(source).is_dir() else "hub id"
             reason = str(error.__cause__ or error).splitlines()[0]
@@ -215,7 +244,7 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
     elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got split {split}; leave it out")
     for row, record in enumerate(loaded, start=1):
-        yield f"row {row}" + (f" of split {split}" if split else ""), _without_fillers(record)
+        yield f"row {row}" + (f" of split {split}" if split else ""), record
 
 
 def _check_folder(source: str) -> None:
@@ -291,8 +320,8 @@ def _listed(paths: Sequence[Path], base: Path) -> str:
     return ", ".join([*names, *([f"{len(paths) - 3} more"] if len(paths) > 3 else [])])
 
 
-def _without_fillers(value: Any) -> Any:
+def _without_none(value: Any) -> Any:
     """A value without the keys that are None: Arrow gives every object the keys that another row's has."""
     if isinstance(value, dict):
-        return {key: _without_fillers(one) for key, one in value.items() if one is not None}
-    return [_without_fillers(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value

@@ -36,6 +36,9 @@ __all__ = ["ConversationError", "Extra", "Messages", "check_unicode"]
 logger = logging.getLogger(__name__)
 
 
+_NO_PART = {"role", "name", "tool_call_id"}  # keys of a message whose text is no part of what it says
+
+
 class _Rendering(NamedTuple):
     """A conversation, its text and its tokens."""
 
@@ -52,18 +55,6 @@ class _Turn(NamedTuple):
     start: int  # where the target would start to write
     aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
     content: int  # end of the content
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None) -> list[int]:
-    """Token ids of `messages` with the generation prompt: what the target is asked to continue."""
-    return ChatRenderer(tokenizer).prompt(messages, extra)
-
-
-def render_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None
-) -> tuple[list[int], list[bool]]:
-    """(input_ids [L], assistant_mask [L]) of a whole conversation; ConversationError if the mask is all 0 or all 1."""
-    return ChatRenderer(tokenizer).conversation(messages, extra)
 
 
 def end_token_ids(
@@ -106,11 +97,17 @@ def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffol
 class ChatRenderer(ChatText):
     """Messages to tokens and the assistant's mask, with one tokenizer's chat template."""
 
+    _prompt_differs = False  # whether a recorded answer was logged that does not follow its prompt
+
     # ---- rendering ------------------------------------------------------------------------------
 
     def prompt(self, messages: Messages, extra: Extra = None) -> list[int]:
-        """Token ids [L] of `messages` with the generation prompt."""
+        """Token ids [L] of `messages` with the generation prompt; ControlTokenError as `check_texts`.
+
+        The answers in it may be the target's own, which hold what it has generated: they are not checked.
+        """
         text = self.text(messages, add_generation_prompt=True, extra=extra)
+        self.check_texts(messages, answers=False, extra=extra)
         self._check_shown(text, messages, extra, add_generation_prompt=True)
         self.check_read(messages, extra)
         return self._encode(text)[0]
@@ -122,18 +119,30 @@ class ChatRenderer(ChatText):
         return str(text).strip(), kept == answer_tokens(answer, end_token_ids, ())
 
     def conversation(self, messages: Messages, extra: Extra = None) -> tuple[list[int], list[bool]]:
-        """(input_ids [L], assistant_mask [L]); see the module's docstring."""
+        """(input_ids [L], assistant_mask [L]); see the module's docstring.
+
+        ControlTokenError as `check_texts`; ConversationError where the mask is all 0 or all 1, where a turn that is to
+        be trained on has no token, and where the template leaves out text of an answer to the last question.
+        """
         if all(message.get("trained") is False for message in messages if message["role"] == "assistant"):
             raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
         text = self.text(messages, extra=extra)
+        self.check_texts(messages, extra=extra)
         self._check_shown(text, messages, extra, add_generation_prompt=False)
         self.check_read(messages, extra)
+        self._check_answers(text, messages, extra)
         whole = _Rendering(messages, extra, text, *self._encode(text))
         marked = self._block_mask(whole) if self.has_generation_block else None
         mask = [False] * len(whole.ids)
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and message.get("trained") is not False:
                 first, last = self._token_span(whole, number, marked)
+                if first == last and marked is None:
+                    raise ConversationError(
+                        f"an answer that is trained on has tokens, and turn {number} (assistant) has none: the chat "
+                        "template closes it with no end token of the target; name that token as eos_token_id in its "
+                        "generation_config.json, mark the turn with {% generation %}, or give it weight 0"
+                    )
                 mask[first:last] = [True] * (last - first)
         enclosed = mask if marked is None else [trained or mark for trained, mark in zip(mask, marked)]
         if all(enclosed) or not any(mask):
@@ -144,6 +153,41 @@ class ChatRenderer(ChatText):
                 "{% generation %} block, where it has one, encloses what the assistant writes and nothing else"
             )
         return whole.ids, mask
+
+    def shortened(self, messages: Messages, extra: Extra = None) -> int:
+        """How many trained answers to earlier questions the template renders without a part, as their thoughts."""
+        last = _last_question(messages)
+        earlier = [messages[number] for number, _ in _answers(messages) if number < last]
+        shown = _packed(self.text(messages, extra=extra)) if earlier else ""
+        texts = [[one[key] for key in one.keys() - _NO_PART if isinstance(one[key], str)] for one in earlier]
+        return sum(any(_packed(text) not in shown for text in parts) for parts in texts)
+
+    def _check_answers(self, text: str, messages: Messages, extra: Extra) -> None:
+        """ConversationError where the rendering `text` leaves out a part of a trained answer to the last question.
+
+        A rendering that begins otherwise than the prompt for that answer is logged once.
+        """
+        asked = messages[: _last_question(messages) + 1]
+        answers = [(number, answer) for number, answer in _answers(messages) if number >= len(asked)]
+        if not asked or not answers:
+            return
+        before = self.text(asked, extra=extra)
+        shown = _packed(text.removeprefix(before))
+        for number, answer in answers:
+            if count := _left_out(answer, shown):
+                raise ConversationError(
+                    f"the chat template leaves out at least {count:,} characters of the answer in turn {number} "
+                    f"(assistant), which is to be trained on: {answer.strip()[:40]!r}; use labels generate, or a "
+                    "chat_template that keeps them"
+                )
+        prompt = self.text(asked, add_generation_prompt=True, extra=extra)
+        if not text.startswith(prompt) and not self._prompt_differs:
+            self._prompt_differs = True
+            logger.warning(
+                "prompts end with %r, and the chat template does not render a recorded answer after that: heads learn "
+                "from other texts than the target writes; use labels generate, or another chat_template",
+                prompt[-24:],
+            )
 
     def next_turn(self, messages: Messages, extra: Extra = None) -> list[int]:
         """Token ids from after the last answer's end-of-turn token to the end of the next generation prompt.
@@ -265,6 +309,8 @@ class ChatRenderer(ChatText):
         """Characters of a turn that only its block shows; ConversationError without one."""
         prompt = self.text(whole.messages[:number], add_generation_prompt=True, extra=whole.extra)
         if marked is None or not whole.text.startswith(prompt):
+            if str(whole.messages[number].get("content") or "").strip():
+                self.check_text_shown(whole.messages, number, whole.extra, add_generation_prompt=False)
             raise ConversationError(
                 f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
                 "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
@@ -310,6 +356,30 @@ def _end_between(
         if offsets[i][1] > own:
             return None
     return None
+
+
+def _answers(messages: Messages) -> list[tuple[int, str]]:
+    """(number of its message, text) of each answer that is to be trained on."""
+    numbered = [(i, m) for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("trained") is not False]
+    return [(number, str(message.get("content") or "")) for number, message in numbered]
+
+
+def _last_question(messages: Messages) -> int:
+    return max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
+
+
+def _packed(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
+
+
+def _left_out(answer: str, shown: str) -> int:
+    """How many characters at the start of an answer must go for the rest to be in `shown`; white space does not count.
+
+    Example, `<think> a </think> b c` in `bc<|im_end|>`: 16.
+    """
+    words = _packed(answer)
+    return next(count for count in range(len(words) + 1) if words[count:] in shown)
 
 
 def _end_of_placeholder(text: str, placeholder: str) -> int:

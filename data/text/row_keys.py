@@ -57,7 +57,8 @@ _MARK = re.compile(
 )
 """What chat templates write between texts: a role's name, a special token, a character of a heading."""
 
-_MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files"}
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files", "attachment", "attachments"}
+_MEDIA_FORM = re.compile(r"(\w+_)?(attachment|image|video|audio|photo|picture|screenshot)s?_urls?")
 NOT_READ = _MEDIA | {"chosen", "rejected", "instructions", "history", "response_format"}
 NOT_READ |= {
     "input_ids",
@@ -70,10 +71,20 @@ NOT_READ |= {
     "function_call",
     "refusal",
     "prefix",
+    "channel",
+    "recipient",
+    "is_rejected",
 }
 """Keys that change the text or the mask in ways that nothing here can follow."""
 
-_ASK_NOTHING_IF_FALSE = ("prefix", "train_on_inputs")
+_ASK_NOTHING: list[tuple[str, Any]] = [
+    ("prefix", False),
+    ("train_on_inputs", False),
+    ("is_rejected", False),
+    ("label", True),
+]
+_ASK_NOTHING += [("channel", "final"), ("recipient", "all")]
+"""Keys that change nothing with this value; `label` is true of an answer that is wanted (KTO)."""
 
 METADATA = {
     *("id", "_id", "idx", "index", "uuid", "uid", "hash", "key", "place", "title", "type", "kind", "tag", "tags"),
@@ -94,7 +105,7 @@ _METADATA_FORM = re.compile(
     r"(?!.*(train|mask|loss|weight|image|audio|video))"
     r"((num|n|avg|score|is|has)_\w+|\w+_(id|ids|hash|url|score|scores|rating|count|length|tokens|source|version))"
 )
-"""Keys of a row or a turn that say nothing about its text, by name and by form."""
+"""Keys of a row or a turn that say nothing about its text, by name, and by form where the value is short."""
 
 
 class Further(NamedTuple):
@@ -136,11 +147,11 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
                 raise ConversationError(
                     f"the key {key!r} holds text that no turn has: write it into the turns, or take the key out"
                 )
-        elif key in _ASK_NOTHING_IF_FALSE and value is False:
+        elif (key, value) in _ASK_NOTHING:
             continue
-        elif key in NOT_READ or (key == "turns" and isinstance(value, list)):
+        elif _is_not_read(key, value) or (key == "turns" and isinstance(value, list)):
             raise ConversationError(f"the key {key!r} changes the text or the mask, and nothing reads it")
-        elif not carries_no_meaning(key) and not _is_label(key, value, row):
+        elif not carries_no_meaning(key, value) and not _is_label(key, value, row):
             unknown.append(f"the key {key!r} is unknown")
     systems.pop("", None)
     if len(systems) > 1:
@@ -178,7 +189,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
                 message["trained"] = False
             elif role != "assistant" and value:
                 unknown.append(f"the key {key!r} asks for a {role} turn to be trained on, and only answers are")
-        elif value in ("", [], {}) or (key in _ASK_NOTHING_IF_FALSE and value is False):
+        elif value in ("", [], {}) or (key, value) in _ASK_NOTHING:
             continue
         elif key in TURN_TEXTS:
             if not isinstance(value, str):
@@ -187,11 +198,11 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
         elif key == TOOL_CALLS:
             if calls := _tool_calls(value):
                 message[key] = calls
-        elif key in NOT_READ or key in SYSTEM or key in ARGUMENTS:
+        elif _is_not_read(key, value) or key in SYSTEM or key in ARGUMENTS:
             raise ConversationError(f"the key {key!r} of a turn changes the text or the mask, and nothing reads it")
         elif key in COPIES and not _repeats(key, value, [message["content"]]):
             raise ConversationError(f"the key {key!r} holds text that the turn has not: write it into the turn")
-        elif not carries_no_meaning(key) and key not in COPIES:
+        elif not carries_no_meaning(key, value) and key not in COPIES:
             unknown.append(f"the key {key!r} is unknown")
     return message, unknown
 
@@ -221,15 +232,30 @@ def text_of(content: Any) -> str:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
             raise ConversationError(f"the parts of a turn are texts, received {kind}")
-        if wrong := [key for key in part if key not in ("type", "text") and not carries_no_meaning(key)]:
+        if wrong := [key for key in part if key not in ("type", "text") and not carries_no_meaning(key, part[key])]:
             raise ConversationError(f"the key {wrong[0]!r} of a part is unknown")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def carries_no_meaning(key: str) -> bool:
-    """Whether a key is known to say nothing about the text."""
-    return key in METADATA or _METADATA_FORM.fullmatch(key) is not None
+def carries_no_meaning(key: str, value: Any) -> bool:
+    """Whether a key with this value is known to say nothing about the text.
+
+    Example: `dataset_source` says nothing as `web`, and may be a passage where it holds white space.
+    """
+    return key in METADATA or (_METADATA_FORM.fullmatch(key) is not None and _is_short(value))
+
+
+def _is_short(value: Any) -> bool:
+    """Whether a value holds numbers, booleans and short texts without white space alone."""
+    if isinstance(value, (Mapping, list)):
+        return all(map(_is_short, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, str) or (len(value) < 200 and not re.search(r"\s", value))
+
+
+def _is_not_read(key: str, value: Any) -> bool:
+    """Whether a key changes the text or the mask, and nothing reads it."""
+    return key in NOT_READ or _MEDIA_FORM.fullmatch(key) is not None or (key == "label" and value is False)
 
 
 def _is_label(key: str, value: Any, row: Mapping[str, Any]) -> bool:

@@ -8,8 +8,8 @@ import pytest
 from draft_heads.data.datastore import MANIFEST, Datastore, build_datastore, suffix_array
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.text.chat_template import load_chat_tokenizer
-from draft_heads.data.text.rendering import render_conversation
 from draft_heads.scripts import build_datastore as script
+from tests.tiny_chat import render_conversation
 
 TINY = "tests/tiny_target"
 
@@ -117,6 +117,21 @@ def test_a_conversation_that_the_template_refuses_is_named_or_left_out(tmp_path,
     assert "row 2: the chat template of" in (told := capsys.readouterr().err) and "or set skip_bad_rows" in told
     assert script.main([*words, "--skip_bad_rows"]) == 0
     assert Datastore.open(tmp_path / "out").manifest["conversations"] == 2
+
+
+def test_bad_rows_are_trimmed_and_listed_as_distillation_does(tmp_path, source, capsys):
+    source.write_text(json.dumps(rows(3)))
+    sound = build_datastore(str(source), load_chat_tokenizer(TINY), tmp_path / "sound")
+    assert sound["bad_rows"] == []
+    some = [*rows(3), {"id": "x"}]
+    some[1]["conversations"] += [{"from": "human", "value": "What is </s>?"}, {"from": "gpt", "value": "An end."}]
+    source.write_text(json.dumps(some))
+    words = ["--dataset", str(source), "--tokenizer", TINY, "--output", str(tmp_path / "out"), "--skip_bad_rows"]
+    assert script.main(words) == 0
+    assert "2 bad rows trimmed or left out, listed in datastore.json" in " ".join(capsys.readouterr().out.split())
+    store = Datastore.open(tmp_path / "out")
+    assert store.tokens.tolist() == Datastore.open(tmp_path / "sound").tokens.tolist()
+    assert [(bad["place"], bad["kept_turns"]) for bad in store.manifest["bad_rows"]] == [("row 4", 0), ("row 2", 2)]
 
 
 @pytest.mark.parametrize("name", ["tokens.npy", "suffixes.npy", "starts.npy"])

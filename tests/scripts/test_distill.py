@@ -80,7 +80,8 @@ def test_preview_marks_exactly_the_trained_tokens():
         (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
         (["--target", "nowhere", "--dataset", "chat.csv"], "received the .csv file chat.csv; write its rows as JSONL"),
         (["--target", "nowhere", "--dataset", "no.json.gz"], "no.json.gz does not exist"),  # before the target loads
-        (["--split", "test"], "split names a split of a dataset"),
+        (["--split", "test"], "split names a part of a dataset"),
+        (["--dataset_config", "all"], "dataset_config names a part of a dataset"),
         (["--hidden_states", "int8"], "--hidden_states must be one of target, "),
     ],
 )

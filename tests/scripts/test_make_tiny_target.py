@@ -1,6 +1,7 @@
 """The script that makes targets, and the target it made: the committed folder."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_heads.data.labels.loops import loop_start
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
-from draft_heads.data.text.rendering import render_conversation, render_prompt
+from draft_heads.data.text.conversations import Conversation
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError
+from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.make_tiny_target import batches, greedy_answers, make, parse_options, solved
+from draft_heads.scripts.make_tiny_target import (
+    batches,
+    first_questions,
+    greedy_answers,
+    make,
+    parse_options,
+    render,
+    solved,
+)
+from tests.tiny_chat import byte_tokenizer, random_llama, render_conversation, render_prompt, template
 
 EMBEDDED = Path(__file__).parents[2] / "data" / "tiny_target"
 TINY = ["--max_minutes", "0.03", "--hidden", "32", "--layers", "1", "--questions", "4", "--threads", "1"]
@@ -115,6 +127,47 @@ def test_dataset_and_tokenizer_make_a_draft_model_for_a_target(made, tmp_path, c
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["conversations"] == 58  # every 50th of 60 rows is kept unseen
     assert printed["unseen_loss"] == figures["unseen_loss"]
+
+
+def test_rows_that_the_chat_template_refuses_stop_or_are_left_out_and_named(embedded, capsys):
+    question = {"role": "user", "content": "What is 1 + 1?"}
+    sound, typed = [question, {"role": "assistant", "content": "2"}], {"role": "user", "content": "What is </s>?"}
+    rows = [("line 1", Conversation(sound, {})), ("line 3", Conversation([typed, sound[1]], {}))]
+    rows.append(("line 4", Conversation([*sound, typed, sound[1]], {})))
+    options = Namespace(dataset="chats.jsonl", skip_bad_rows=False, max_length=64)
+    with pytest.raises(
+        ConversationError, match=r"^chats\.jsonl, line 3: a control token in .*'</s>'.* set skip_bad_rows"
+    ):
+        render(embedded[1], rows, options)
+    options.skip_bad_rows = True
+    assert render(embedded[1], rows, options) == render(embedded[1], rows[:1] * 2, options)
+    told = capsys.readouterr().err
+    for outcome, place in (("dropped", "line 3"), ("trimmed", "line 4")):
+        assert f"chats.jsonl: 1 row {outcome}: a control token in someone's text ({place})" in told
+
+
+def test_answers_stay_within_the_positions_and_prompts_have_their_arguments():
+    tokenizer = byte_tokenizer("{{ 'No tools. ' if not tools else tools | length }}" + template("chatml"))
+    target, renderer = Target(random_llama(), tokenizer), ChatRenderer(tokenizer)
+    ask = lambda text: [{"role": "user", "content": text}]  # noqa: E731
+    near = ask("q" * (251 - len(renderer.prompt(ask("q")))))
+    room = 256 - len(renderer.prompt(near))
+    assert 0 < room < 20
+    answers = greedy_answers(target, [ask("Hi"), ask("q" * 300), near], max_new_tokens=20)
+    assert len(answers) == 2 and 0 < len(answers[1]) <= room
+    with_tools = renderer.prompt(ask("Hi"), {"tools": [{}]})
+    (expected,) = answer_prompts(target, [with_tools], [20], 1)
+    assert greedy_answers(target, [ask("Hi")], 20, [{"tools": [{}]}]) == [expected.tokens]
+
+
+def test_first_questions_have_their_rows_arguments_and_no_control_token():
+    tokenizer, answer = byte_tokenizer(template("chatml")), {"role": "assistant", "content": "x"}
+    texts = ("Hi", "What is </s>?", "Why?", "How?")
+    rows = [
+        (f"line {n}", Conversation([{"role": "user", "content": text}, answer], {})) for n, text in enumerate(texts)
+    ]
+    prompts, extras = first_questions(tokenizer, rows, Namespace(questions=2))
+    assert [prompt[0]["content"] for prompt in prompts] == ["Hi", "Why?"] and extras == [{}, {}]
 
 
 def test_batches_are_padded_right_and_keep_to_the_budget():

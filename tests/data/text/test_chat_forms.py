@@ -6,16 +6,9 @@ import pytest
 from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
-from draft_heads.data.text.rendering import (
-    ChatRenderer,
-    ConversationError,
-    answer_tokens,
-    end_token_ids,
-    render_conversation,
-    render_prompt,
-)
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, answer_tokens, end_token_ids
 from draft_heads.inference.target.target import Target
-from tests.tiny_chat import byte_tokenizer, random_llama, trained_runs
+from tests.tiny_chat import byte_tokenizer, random_llama, render_conversation, render_prompt, trained_runs
 
 FIRST = "{% if messages[0].role == 'system' %}{% set rules = messages[0].content %}{% set turns = messages[1:] %}"
 FIRST += "{% else %}{% set rules = '' %}{% set turns = messages %}{% endif %}"
@@ -112,6 +105,28 @@ def test_thoughts_are_trained_where_the_template_leaves_them():
         "I am fine, thank you.<|im_end|>",
         "<think>\nWell.\n</think>\n\n12\n\n  34 é😀<|im_end|>",
     ]
+
+
+def test_an_answer_whose_thought_is_dropped_is_refused_and_an_earlier_one_is_counted(caplog):
+    dropping = (  # as DeepSeek-R1's, whose prompts begin the thought
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content.split('</think>')[-1] }}"
+        "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+    )
+    tokenizer = byte_tokenizer(dropping)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    renderer, thought = ChatRenderer(tokenizer), "<think>\nHm, 2 + 2.\n</think>\n\n"
+    for answer in (thought + "Four.", thought):
+        with pytest.raises(ConversationError, match=r"at least 21 characters of .* turn 1 \(as.*labels generate"):
+            renderer.conversation([CHAT[0], {"role": "assistant", "content": answer}])
+    chat = [CHAT[0], {"role": "assistant", "content": thought + "Four."}, *CHAT[2:]]
+    for _ in range(2):
+        ids, mask = renderer.conversation(chat)
+    assert trained_runs(tokenizer, ids, mask) == ["\n\nFour.</s>", CHAT[3]["content"] + "</s>"]
+    assert renderer.shortened(chat) == 1 and renderer.shortened([*chat[:1], {**chat[1], "trained": False}]) == 0
+    assert sum("prompts end with" in line for line in caplog.messages) == 1
+    keys = [CHAT[0], {**CHAT[1], "reasoning_content": "Hm."}, *CHAT[2:]]
+    assert [renderer.shortened(some) for some in (CHAT, keys)] == [0, 1]
 
 
 @pytest.mark.parametrize(

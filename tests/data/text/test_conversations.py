@@ -5,13 +5,8 @@ import json
 
 import pytest
 
-from draft_heads.data.text.conversations import (
-    BadRow,
-    Conversation,
-    ConversationError,
-    load_conversations,
-    read_conversations,
-)
+from draft_heads.data.text.conversations import BadRow, Conversation, ConversationError, read_conversations
+from tests.tiny_chat import load_conversations
 
 GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]

@@ -112,6 +112,52 @@ def test_the_splits_of_a_folder_that_are_not_read_are_logged(tmp_path, caplog):
     assert names(folder(tmp_path / "one", "train.jsonl")) == ["train.jsonl"] and not caplog.messages
 
 
+@pytest.mark.parametrize("name", ["rows.JSONL.GZ", "zipped.jsonl"])
+def test_a_zipped_file_is_read_whatever_it_is_called(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(json.dumps({"name": "a"}).encode()))
+    assert names(tmp_path / name) == ["a"]
+
+
+def test_what_is_no_file_of_rows_is_told(tmp_path):
+    pointer = tmp_path / "rows.json"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ValueError, match=r"rows\.json is a pointer of Git LFS .*; run git lfs pull"):
+        read_conversations(str(pointer), skip_bad_rows=True)
+    with pytest.raises(FileNotFoundError, match=r"rows2\.ndjson does not exist"):
+        names("rows2.ndjson")
+
+
+def test_a_configuration_and_a_split_are_read_by_name(tmp_path):
+    readme = "---\nconfigs:\n- config_name: a\n  data_files: a.jsonl\n- config_name: b\n  data_files:\n"
+    (tmp_path / "README.md").write_text(f"{readme}  - split: train_sft\n    path: b.jsonl\n---\n")
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": name, **GOOD}))
+    assert read_conversations(str(tmp_path), config="a").dataset["id"] == ["a"]
+    assert read_conversations(str(tmp_path), "train_sft", config="b").dataset["id"] == ["b"]
+    for config, told in ((None, "Config name is missing"), ("c", "BuilderConfig 'c' not found")):
+        with pytest.raises(ValueError, match=rf"configurations: {told}.*'a', 'b'.*; name one with --dataset_config"):
+            read_conversations(str(tmp_path), config=config)
+    with pytest.raises(ValueError, match="has no split 'train'; it has: train_sft"):
+        read_conversations(str(tmp_path), config="b")
+
+
+@pytest.mark.parametrize("source", ["rows.jsonl", "https://example.org/rows.jsonl"])
+@pytest.mark.parametrize(("name", "further"), [("split", {"split": "test"}), ("dataset_config", {"config": "a"})])
+def test_a_file_has_neither_splits_nor_configurations(tmp_path, monkeypatch, source, name, further):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD))
+    with pytest.raises(
+        ValueError, match=rf"^{name} names a part of a dataset, and {source} is a file; got '\w+'; leave"
+    ):
+        read_conversations(source, **further)
+
+
+@pytest.mark.parametrize(("option", "remedy"), [(None, "NAME=FILE"), ("--dataset", "--dataset FILE")])
+def test_a_url_that_cannot_be_read_is_told_with_the_option_that_takes_a_copy(option, remedy):
+    with pytest.raises(ValueError, match=rf"cannot be read .*; copy the file here and pass it as {remedy}$"):
+        list(read_rows("http://127.0.0.1:9/rows.jsonl", option=option))
+
+
 # ---- keys that an object has twice -----------------------------------------------------------------------------
 
 

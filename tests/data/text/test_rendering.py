@@ -1,22 +1,29 @@
 """The trained tokens of a conversation, exactly, for the three template styles."""
 
+from pathlib import Path
+
 import pytest
 
 from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, read_chat_template
-from draft_heads.data.text.rendering import (
-    ChatRenderer,
-    ConversationError,
-    end_token_ids,
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
+from tests.tiny_chat import (
+    CHATML,
+    LLAMA2,
+    STYLES,
+    VICUNA,
+    byte_tokenizer,
     render_conversation,
     render_prompt,
+    template,
+    trained_runs,
+    word_tokenizer,
 )
-from tests.tiny_chat import CHATML, LLAMA2, STYLES, VICUNA, byte_tokenizer, template, trained_runs, word_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": "Hello there. 1 2"},
     {"role": "assistant", "content": "I am fine, thank you."},
-    {"role": "user", "content": "Hello </s> again é😀"},
+    {"role": "user", "content": "Hello <s/> again é😀"},
     {"role": "assistant", "content": "12\n\n  34 é😀"},
 ]
 TRAINED = {
@@ -134,11 +141,24 @@ def test_template_that_shows_no_end_of_turn_leaves_the_other_end_tokens(caplog):
     assert "end-of-turn token is unknown: the chat template leaves out the assistant's text" in caplog.text
 
 
-def test_rewriting_template_is_refused_with_the_remedy():
-    tokenizer = byte_tokenizer(
-        template("chatml").replace("m['content'] | trim", "m['content'] | trim | length | string")
-    )
-    with pytest.raises(ConversationError, match=r"turn 2 \(assistant\).*\{% generation %\}"):
+SIZE = "m['content'] | trim | length | string"
+
+
+@pytest.mark.parametrize(
+    ("content", "end", "told"),
+    [
+        (SIZE, "", r"leaves out at least 6 characters of the answer in turn 4 \(assistant\), .*labels generate"),
+        (f"(m['content'] | trim if loop.last else {SIZE})", "", r"leaves out the assistant's text .*\(turn 2\)"),
+        (
+            "m['content'] | trim",
+            "{{ messages | map(attribute='content') | join | length }}",
+            r"rewrites more than the text of turn 2 \(assistant\).*\{% generation %\}",
+        ),
+    ],
+)
+def test_rewriting_template_is_refused_with_the_remedy(content, end, told):
+    tokenizer = byte_tokenizer(template("chatml").replace("m['content'] | trim", content) + end)
+    with pytest.raises(ConversationError, match=told):
         render_conversation(tokenizer, CHAT)
 
 
@@ -169,7 +189,7 @@ def test_vicuna_template_for_checkpoints_without_one():
     ids, mask = render_conversation(tokenizer, CHAT)
     assert tokenizer.decode(ids, skip_special_tokens=False) == (
         "<s>Be kind. USER: Hello there. 1 2 ASSISTANT: I am fine, thank you.</s>"
-        "USER: Hello </s> again é😀 ASSISTANT: 12\n\n  34 é😀</s>"
+        "USER: Hello <s/> again é😀 ASSISTANT: 12\n\n  34 é😀</s>"
     )
     assert trained_runs(tokenizer, ids, mask) == TRAINED["vicuna"]
     default = tokenizer.decode(render_prompt(tokenizer, CHAT[1:2]), skip_special_tokens=False)
@@ -228,6 +248,13 @@ def test_a_chat_template_file_is_read_whole_or_refused(tmp_path):
     file.write_bytes(CHATML.encode("utf-16"))
     with pytest.raises(ValueError, match=r"is a text in UTF-8; this file has other bytes at 0; save it"):
         load_chat_tokenizer("data/tiny_target", str(file))
+
+
+@pytest.mark.parametrize(("load", "option"), [(load_tokenizer, "--target"), (load_chat_tokenizer, "--tokenizer")])
+def test_a_folder_without_a_tokenizer_is_named_with_its_option(tmp_path, load, option):
+    (tmp_path / "config.json").write_bytes(Path("tests/tiny_target/config.json").read_bytes())
+    with pytest.raises(ValueError, match=rf"^{option} .* is no tokenizer's folder or hub id \(.*tokenizer\.json$"):
+        load(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,10 @@ import json
 import datasets
 import pytest
 
-from draft_heads.data.text.conversations import (
-    ConversationError,
-    conversation_of,
-    load_conversations,
-    read_conversations,
-)
-from draft_heads.data.text.rendering import ChatRenderer, render_prompt
+from draft_heads.data.text.conversations import ConversationError, conversation_of, read_conversations
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.data.text.row_keys import prompt_messages
-from tests.tiny_chat import byte_tokenizer, template, trained_runs
+from tests.tiny_chat import byte_tokenizer, load_conversations, render_prompt, template, trained_runs
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Salut"}
 PAIR = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Salut"}]
@@ -54,9 +49,10 @@ def test_further_arguments_of_the_chat_template_are_kept_with_the_conversation(t
         chat,
     ]
     found = [extra for _, extra in read(tmp_path, *rows)[0]]
-    tools = {"tools": TOOLS}
+    parameters = {"a": {"type": "integer"}}  # without the null, which JSON in a text keeps
+    tools = {"tools": [{"type": "function", "function": {"name": "add", "parameters": parameters}}]}
     assert found == [
-        *(tools, tools, tools, tools | {"enable_thinking": False}),
+        *(tools, {"tools": TOOLS}, tools, tools | {"enable_thinking": False}),
         *({"documents": documents}, {"reasoning_effort": "low"}, {}),
     ]
 
@@ -108,6 +104,9 @@ REFUSED = [
     ({"tools": '[{"name": "add", "name": "sub"}]'}, "'tools' is JSON in which an object has a key twice .*'name'"),
     ({"image": "a.png"}, "'image' changes the text or the mask, and nothing reads it"),
     ({"chosen": [USER]}, "'chosen' changes"),
+    ({"attachment_url": "x.pdf"}, "'attachment_url' changes the text or the mask"),
+    ({"is_rejected": True}, "'is_rejected' changes the text or the mask"),
+    ({"label": False}, "'label' changes the text or the mask"),
     ({"tools": "add(a, b)"}, "'tools' is text that is no JSON"),
     ({"tools": "{}"}, "'tools' is a list of objects, received dict"),
     ({"chat_template_kwargs": {"add_generation_prompt": True}}, "'add_generation_prompt' among"),
@@ -143,6 +142,8 @@ def test_an_unknown_key_is_refused_by_name_or_left_out_and_counted_by_name(tmp_p
         {"knowledge": "Austen wrote Emma."},
         {"knowledge": "Austen wrote Emma.", "intent": None, "difficulty": "easy"},
         {"custom_instruction": "Always rhyme."},
+        {"knowledge_source": "Austen wrote Emma."},
+        {"answer_source": "x" * 200},
     ],
 )
 def test_a_published_label_is_one_only_in_its_own_form(tmp_path, further):
@@ -224,6 +225,26 @@ def test_a_dataset_folder_of_both_forms_and_of_all_keys_is_read_as_its_rows_are(
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "filled")  # each row has the columns of all
     again = load_conversations(str(tmp_path / "filled"))
     assert [tuple(conversation_of(row)) for row in again] == expected[:2]
+
+
+def test_a_null_reads_alike_from_a_file_and_from_its_folder(tmp_path):
+    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": TOOLS}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    bare = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    for source in (tmp_path / "rows.jsonl", tmp_path):
+        (messages, extra) = conversation_of(load_conversations(str(source))[0])
+        assert messages == [USER, {"role": "assistant", "content": "", "tool_calls": [bare]}]
+        assert extra["tools"][0]["function"]["parameters"] == {"a": {"type": "integer"}}
+
+
+def test_another_channel_or_recipient_than_the_answers_is_refused(tmp_path):
+    final = ANSWER | {"channel": "final", "recipient": "all"}
+    assert read(tmp_path, {"messages": [USER, final]})[0] == [([USER, ANSWER], {})]
+    for key, value in (("channel", "analysis"), ("recipient", "python")):
+        row = {"messages": [USER, ANSWER, USER, ANSWER | {key: value}]}
+        with pytest.raises(ConversationError, match=rf"'{key}' of a turn changes the text .*\(turn 4\)"):
+            read(tmp_path, row)
+        assert len(read(tmp_path, row, skip_bad_rows=True)[0][0][0]) == 3
 
 
 def test_rows_that_differ_only_beside_their_turns_are_no_repeats(tmp_path):
@@ -351,9 +372,10 @@ def test_what_is_empty_or_off_is_absent_at_every_depth(tmp_path):
         {"messages": [USER, ANSWER | {"tool_calls": "[]", "prefix": False}], "train_on_inputs": False},
         chat | {"conversations": []},
         {"messages": [], "conversations": PAIR},
+        chat | {"label": True, "is_rejected": False, "row_source": "web", "num_turns": 2, "score_ids": ["a-1", 2]},
     ]
     found = [extra for messages, extra in read(tmp_path, *rows)[0] if messages == [USER, ANSWER]]
-    assert found == [{"enable_thinking": False}, {}, {}, {}]
+    assert found == [{"enable_thinking": False}, {}, {}, {}, {}]
     with pytest.raises(ConversationError, match="'enable_thinking' of a row is true or false, received str"):
         read(tmp_path, chat | {"chat_template_kwargs": {"enable_thinking": "false"}})
     with pytest.raises(ConversationError, match="an empty answer"):

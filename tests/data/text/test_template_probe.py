@@ -1,30 +1,35 @@
 """Templates that read texts in another form or leave some out, and what stands in texts and is no text."""
 
+import hashlib
 import json
 import re
 
 import datasets
 import pytest
 
+from draft_heads.data.fingerprint import chat_template_hash
 from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.chat_text import ControlTokenError
-from draft_heads.data.text.rendering import (
-    ChatRenderer,
-    ConversationError,
-    answer_tokens,
-    render_conversation,
-    render_prompt,
-)
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, answer_tokens
 from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.generation import TextPieces, prompt_ids
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.distill import summary
 from tests.data.text.test_chat_forms import CHAT, FORMS, SYSTEM, tokenizer_of
-from tests.tiny_chat import CHATML, byte_tokenizer, random_llama, template, trained_runs
+from tests.data.text.test_row_keys import ANSWER, CALL, READS, USER
+from tests.tiny_chat import (
+    CHATML,
+    byte_tokenizer,
+    random_llama,
+    render_conversation,
+    render_prompt,
+    template,
+    trained_runs,
+)
 
 PARTS = (  # LLaVA-1.5's form: nothing of a string is a text
     "{% for m in messages %}{{ m.role.upper() + ': ' }}"
@@ -226,3 +231,46 @@ def test_control_tokens_in_the_descriptions_of_tools_are_refused():
     with pytest.raises(ControlTokenError, match=r"'<\|im_end\|>' in 'tools' would be encoded as that token"):
         renderer.check_texts(CHAT, extra={"tools": tools})
     renderer.check_texts(CHAT, extra={"tools": [{"name": "f", "description": "Ends."}], "thinking": True})
+
+
+def test_no_rendering_takes_a_typed_token_for_a_mark_but_in_the_targets_own_answers():
+    renderer = ChatRenderer(byte_tokenizer(template("chatml")))
+    typed = [{"role": "user", "content": "What is </s>?"}, CHAT[1]]
+    own = [CHAT[0], {"role": "assistant", "content": "It is </s>."}, CHAT[2]]
+    for render, chat in ((renderer.conversation, typed), (renderer.prompt, typed[:1]), (renderer.conversation, own)):
+        with pytest.raises(ControlTokenError, match="'</s>' in turn"):
+            render(chat)
+    assert renderer.prompt(own)[-1:] == renderer.prompt(CHAT[:1])[-1:]
+
+
+def test_all_templates_of_a_tokenizer_are_looked_through():
+    tokenizer = byte_tokenizer(CHATML.replace("[GEN]", "").replace("[END]", ""))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens[3:], "<call>"]})
+    chat, own = [{"role": "user", "content": "What is <call>?"}, CHAT[1]], tokenizer.chat_template
+    ChatRenderer(tokenizer).check_texts(chat)
+    tokenizer.chat_template = {"tool_use": "<call>" + own, "default": own}
+    with pytest.raises(ControlTokenError, match="'<call>' in turn 0"):
+        ChatRenderer(tokenizer).check_texts(chat)
+    assert chat_template_hash(tokenizer) == hashlib.sha256(f"{own}\n<call>{own}".encode()).hexdigest()[:16]
+    tokenizer.chat_template = {"default": own}
+    assert chat_template_hash(tokenizer) == hashlib.sha256(own.encode()).hexdigest()[:16]
+
+
+def test_calls_that_no_end_token_follows_are_refused_or_trained_on():
+    form = READS.replace("{{ m.tool_calls | tojson }}{% endif %}", "{{ m.tool_calls | tojson + '<|call|>' }}{% else %}")
+    form = form.replace("{{ '<|im_end|>\n' }}{% endfor %}", "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}")
+    tokenizer = byte_tokenizer(form)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens[3:], "<|call|>"]})
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}, ANSWER]
+    with pytest.raises(ConversationError, match=r"turn 1 \(assistant\) has none: .*name that token as eos_token_id"):
+        ChatRenderer(tokenizer).conversation(chat)
+    ids, mask = ChatRenderer(tokenizer, [tokenizer.convert_tokens_to_ids("<|call|>")]).conversation(chat)
+    assert trained_runs(tokenizer, ids, mask) == [json.dumps([CALL]) + "<|call|>", "Salut<|im_end|>"]
+    unmarked = [USER, chat[1] | {"trained": False}, *chat[2:]]
+    assert trained_runs(tokenizer, *ChatRenderer(tokenizer).conversation(unmarked)) == ["Salut<|im_end|>"]
+
+
+def test_a_template_that_reads_arguments_as_a_text_is_told():
+    form = READS.replace("{{ m.tool_calls | tojson }}", "{{ 'f: ' + m.tool_calls[0].function.arguments }}")
+    with pytest.raises(ConversationError, match="pass a chat_template that writes them with tojson"):
+        ChatRenderer(byte_tokenizer(form)).conversation([USER, ANSWER | {"tool_calls": [CALL]}])

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
-from draft_heads.data.text.rendering import ConversationError, render_prompt
+from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.answers import TargetAnswerer, answer_prompts
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
@@ -14,7 +14,7 @@ from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.replay import replay, text_drafters
 from draft_heads.inference.target.target import Target
-from tests.tiny_chat import save_target
+from tests.tiny_chat import render_prompt, save_target
 
 TOLD = r"token ids are 0 to 299, the vocabulary of .*; got 300 \('<tool>'\) in {}; encode it .* resize the model's emb"
 TEXT = "Call <tool> now."

@@ -11,12 +11,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.shards import load_distilled
-from draft_heads.data.text.conversations import ConversationError, load_conversations
-from draft_heads.data.text.rendering import ChatRenderer, render_conversation, render_prompt
+from draft_heads.data.text.conversations import ConversationError
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.target.target import Target
 from tests.data.labels.distilling.distilled import rows_of, run_distill
-from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs
+from tests.tiny_chat import (
+    byte_tokenizer,
+    load_conversations,
+    render_conversation,
+    render_prompt,
+    save_target,
+    template,
+    trained_runs,
+)
 
 
 def greedy_ids(model, row):
@@ -43,6 +51,29 @@ def test_argmax_keeps_the_text_and_adds_the_targets_choices(target, source, tmp_
     assert counts["agreement"] == pytest.approx(agreeing / trained, abs=1e-6)
     assert [shard["rows"] for shard in manifest["shards"]] == [4, 4, 2]
     assert manifest["complete"] and manifest["end_token_ids"] == [2, 4, 138]
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_many_answers_that_do_not_end_are_told_with_what_helps(source, tmp_path, caplog, thinks):
+    target = save_target(tmp_path / "target")
+    own = tmp_path / "own.jinja"
+    own.write_text(("{% if enable_thinking %}{% endif %}" if thinks else "") + template("chatml"))
+    options = {"labels": "generate", "max_new_tokens": 1, "chat_template": str(own)}
+    counts = run_distill(target, source, str(tmp_path / "out"), **options)["counts"]
+    assert counts["unfinished"] * 5 > counts["rows"]
+    told = f"{counts['unfinished']} of {counts['rows']} rows end before their answer does, at --max_new_tokens 1: raise"
+    assert told in caplog.text and ("enable_thinking" in caplog.text) == thinks
+
+
+def test_recorded_answers_that_the_template_shortens_are_counted(target, tmp_path, caplog):
+    answer = "(m['content'] if loop.last else m['content'].split('</think>')[-1])"
+    (tmp_path / "own.jinja").write_text(template("chatml").replace("m['content'] | trim", answer))
+    texts = ("One?", "<think>Hm.</think>1", "Two?", "<think>Hm again.</think>2")
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
+    options = {"chat_template": str(tmp_path / "own.jinja")}
+    manifest = run_distill(target, str(tmp_path / "a.jsonl"), str(tmp_path / "out"), **options)
+    assert manifest["counts"]["shortened"] == 1 and "1 answers to earlier questions are trained on" in caplog.text
 
 
 def test_the_manifest_says_how_the_target_was_loaded(target, source, tmp_path):
