@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,13 @@ from typing import Any
 
 import yaml
 
+from draft_heads.configs.yaml_files import read_yaml
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-_NO_SETTINGS = ("help", "config", "print_recipe")
-"""Flags that a file of settings cannot give."""
+_NO_SETTINGS = ("config", "print_recipe")
+"""Flags that a file of settings cannot give, beside those that print something and exit."""
 
 
 def expand_home(text: str) -> str:
@@ -69,11 +72,13 @@ class OptionParser(argparse.ArgumentParser):
 def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Defaults from a YAML mapping; unknown keys are an error that lists the valid ones."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        content = read_yaml(path, as_text=True)
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read ({error.strerror}); give a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path} is not YAML: {error}") from None
+    if content is None:  # nothing but comments
+        return {}
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must map flags to values, got {type(content).__name__}")
     return config_values(content, str(path), parser)
@@ -81,7 +86,8 @@ def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def config_values(content: dict[str, Any], name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Settings converted and checked as flags on the command line would be; `name` is what --config was given."""
-    flags = {action.dest: action for action in parser._actions if action.dest not in _NO_SETTINGS}
+    prints = (argparse._HelpAction, argparse._VersionAction)
+    flags = {a.dest: a for a in parser._actions if a.dest not in _NO_SETTINGS and not isinstance(a, prints)}
     for key in content:
         if key not in flags and isinstance(parser, OptionParser) and (sentence := parser.refused_flag(str(key))):
             raise ValueError(f"--config {name}: {sentence}")
@@ -99,23 +105,21 @@ def _config_value(name: str, flag: argparse.Action, value: Any) -> Any:
     if flag.nargs in ("+", "*"):
         return [_single_value(name, flag, item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:
-        if not isinstance(value, bool):
+        if str(value).lower() not in ("true", "false"):
             raise ValueError(f"--config {name}: {flag.dest} must be true or false, got {value!r}")
-        return value
+        return str(value).lower() == "true"
     return _single_value(name, flag, value)
 
 
 def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
     kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
     try:
-        if isinstance(value, dict | list):
+        if value is None or isinstance(value, dict | list):
             raise ValueError
-        if value is False and "no" in (flag.choices or ()):  # as YAML reads an unquoted no
-            value = "no"
         converted = kind(expand_home(str(value)))
-    except ValueError:
-        wanted = getattr(kind, "__name__", str(kind))
-        raise ValueError(f"--config {name}: {flag.dest} must be of type {wanted}, got {value!r}") from None
+    except (ValueError, argparse.ArgumentTypeError):
+        wanted = "true or false" if flag.const is True else f"of type {getattr(kind, '__name__', str(kind))}"
+        raise ValueError(f"--config {name}: {flag.dest} must be {wanted}, got {value!r}") from None
     if flag.choices is not None and converted not in flag.choices:
         valid = ", ".join(map(str, flag.choices))
         raise ValueError(f"--config {name}: {flag.dest} must be one of {valid}, got {value!r}")
@@ -141,7 +145,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def exit_status(run: Callable[[], object]) -> int:
-    """Run a script's work: 0, 1 when it returns False, 2 when it cannot run, 130 after Ctrl-C; the reason on stderr.
+    """Run a script's work: 0, 1 when it returns False, 2 when it cannot run, 130 after Ctrl-C; the reason on stderr,
+    of an error that is not foreseen its traceback.
 
     SIGTERM counts as Ctrl-C: a launcher stops its processes by it. The first of these signals ends the program, so the
     next ones are ignored; a program that goes on after Ctrl-C wraps what Ctrl-C may end in `ends_on_ctrl_c`.
@@ -161,6 +166,10 @@ def exit_status(run: Callable[[], object]) -> int:
         _leave_process_group()
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(_sentence(error).split())}", file=sys.stderr)
+        status = 2
+        _leave_process_group(failed=True)
+    except Exception:
+        traceback.print_exc()
         status = 2
         _leave_process_group(failed=True)
     except KeyboardInterrupt as interrupt:

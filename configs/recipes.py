@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from draft_heads.configs.yaml_files import read_yaml
+
 RECIPES = Path(__file__).resolve().parent
 SIZE_CLASSES = ((50e6, "tiny"), (3e9, "1b"), (11e9, "8b"), (22e9, "14b"), (48e9, "32b"), (float("inf"), "70b"))
 """Fewer parameters than the bound, about the geometric mean of the sizes that two classes are named after."""
@@ -74,8 +76,11 @@ def merge_sources(sources: list[Source]) -> dict[str, Any]:
     return {key: value for _, settings in sources for key, value in settings.items()}
 
 
-def recipe_sources(kind: str, name: str) -> list[Source]:
-    """The sources of a recipe, later ones over earlier ones; ValueError lists the names for an unknown one."""
+def recipe_sources(kind: str, name: str, written_rate: bool = True) -> list[Source]:
+    """The sources of a recipe, later ones over earlier ones; ValueError lists the names for an unknown one.
+
+    written_rate: False for the learning rate of the base also where another is written, which may be Muon's
+    """
     head, file = _read_head(kind), f"{kind}.yaml"
     sources: list[Source] = [("common.yaml", _read("common"))]
     if name in (own := head.get("recipes", {})):
@@ -87,6 +92,8 @@ def recipe_sources(kind: str, name: str) -> list[Source]:
         sources.append((f"{group}.yaml, {name}", _read(group)[name]))
         sources.append((file, {key: value for key, value in head.items() if not isinstance(value, dict)}))
         sources += [(f"{file}, {section}", head.get(section, {})) for section in (group, name)]
+    if not written_rate:
+        sources = [(where, {k: v for k, v in found.items() if k != "learning_rate"}) for where, found in sources]
     return _with_learning_rate(sources, name)
 
 
@@ -115,7 +122,7 @@ def format_sources(sources: list[Source]) -> str:
 
 
 def _read(name: str) -> dict[str, Any]:
-    return yaml.safe_load((RECIPES / f"{name}.yaml").read_text(encoding="utf-8")) or {}
+    return read_yaml(RECIPES / f"{name}.yaml") or {}
 
 
 def _read_head(kind: str) -> dict[str, Any]:

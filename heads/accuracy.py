@@ -14,11 +14,12 @@ TOP = 5
 def top_hits(scores: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     """[5] float, how many labels `[N]` with `counted [N]` are among the 1, 2, … 5 highest of `scores [N, V]`.
 
-    A label's rank is the number of classes scored higher; of equals the first counts as the higher one, as argmax does.
+    A label's rank is the number of classes that are not scored lower, of equals those before it: as argmax does, which
+    takes a score that is no number for the highest, so a label that has one itself is no hit.
     """
     own = scores.gather(1, labels.clamp(min=0)[:, None])
     classes = torch.arange(scores.shape[1], device=scores.device)
-    rank = ((scores > own) | ((scores == own) & (classes < labels[:, None]))).sum(-1)
+    rank = (~(scores <= own) | ((scores == own) & (classes < labels[:, None]))).sum(-1)
     ranks = torch.arange(TOP, device=scores.device)
     return ((rank[:, None] <= ranks) & counted[:, None]).sum(0).float()
 

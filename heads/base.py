@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from draft_heads.data.common.files import write_tensors, write_text
 from draft_heads.heads.accept_weight import accept_weights
 from draft_heads.heads.accuracy import offset_hits
-from draft_heads.heads.card import model_card
+from draft_heads.heads.card import model_card, shared
 from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
 from draft_heads.heads.cross_entropy import (
     label_losses,
@@ -136,12 +136,14 @@ class DraftHead(nn.Module):
             nn.init.zeros_(self.layer_projection.weight)  # starts as the head without them
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint folder, `config.json` last; each file appears complete or not at all.
+        """Write a checkpoint folder, `config.json` last; each file appears complete or not at all, and an older
+        checkpoint there is none any more from the start.
 
         The provenance is by default the one the head was loaded with; the model card is written from it.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).unlink(missing_ok=True)
         write_tensors(folder / WEIGHTS, self.state_dict())
         provenance = self.provenance if provenance is None else provenance
         write_text(folder / PROVENANCE, json.dumps(provenance, indent=2, sort_keys=True) + "\n")
@@ -150,7 +152,8 @@ class DraftHead(nn.Module):
         write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     def push_to_hub(self, repo_id: str, private: bool = True) -> str:
-        """Upload the checkpoint into a new repository or as a new commit; returns its address.
+        """Upload the checkpoint into a new repository or as a new commit; returns its address. Its files name no
+        folders of this machine.
 
         Needs `hf auth login` or HF_TOKEN; errors are those of huggingface_hub.
         """
@@ -158,6 +161,8 @@ class DraftHead(nn.Module):
         api.create_repo(repo_id, private=private, exist_ok=True)
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
+            for path in (Path(folder, CONFIG), Path(folder, PROVENANCE)):
+                write_text(path, shared(path.read_text(encoding="utf-8")))
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def target_states(self, hidden: Tensor, aux_hidden: Tensor | None) -> Tensor:
@@ -209,6 +214,11 @@ class DraftHead(nn.Module):
     def dtype(self) -> torch.dtype:
         """The type of the head's own weights."""
         return next(self.parameters()).dtype
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the projection of `target_layers`, which a draft reads once however many levels it has."""
+        return self.layer_projection.weight.numel() if self.config.target_layers else 0
 
     def weights_read(self) -> int:
         """Weights that one draft of full depth reads from memory, the target's LM head included."""

@@ -8,10 +8,11 @@ from typing import Any
 
 from huggingface_hub import ModelCardData, hf_hub_download, metadata_load
 
+from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.heads.config import HeadConfig
 
 LIBRARY = "draft-heads"
-ABSOLUTE = re.compile(r"(?<![^\s=:'\"])/(?:[^\s/,'\"]+/)*([^\s/,'\"]+)/?")
+ABSOLUTE = re.compile(r"(?<![^\s=:,'\"])/(?:[^\s/,'\"]+/)*([^\s/,'\"]+)/?")
 MEASURED = {
     **{"simulated_beta": "simulated β", "loss": "loss", "windows": "windows measured"},
     "outside_vocabulary": "share of labels that this draft vocabulary cannot draft",
@@ -35,6 +36,21 @@ def target_licence(target: str) -> str:
         return ""
 
 
+def is_hub_id(source: str) -> bool:
+    """Whether OWNER/NAME is a hub's here, where no folder of that name is. Where another machine asks, a relative path
+    looks like one: what knows the path writes the answer down (`base_model` of the provenance)."""
+    try:
+        check_folder_or_hub_id("", source)
+    except ValueError:
+        return False
+    return "/" in source and not Path(source).is_dir()
+
+
+def figure(value: float) -> str:
+    """A measured value as text: 2.5, 0.75, 1,234,567."""
+    return f"{value:,.0f}" if abs(value) >= 1e6 else f"{value:g}"
+
+
 def shared(text: str) -> str:
     """A text without the folders of this machine: `--target /home/me/models/tiny` → `--target tiny`."""
     return ABSOLUTE.sub(r"\1", text)
@@ -44,9 +60,9 @@ def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) 
     """README.md of a head: what it is for, how it was trained, what was measured at the end, under which licence."""
     licence = provenance.get("target_licence", "")
     target = shared(config.target)
-    on_hub = target.count("/") == 1 and not Path(target).exists()
+    base_model = provenance.get("base_model", config.target if is_hub_id(config.target) else "")
     metadata = ModelCardData(
-        base_model=target if on_hub else None,
+        base_model=base_model or None,
         license=licence or None,
         library_name=LIBRARY,
         tags=["speculative-decoding", "draft-head", config.kind],
@@ -89,7 +105,7 @@ def trained(provenance: dict[str, Any]) -> str:
     if "command" not in provenance:
         return "Nothing is known of its training.\n"
     rows = [
-        f"| {_measured(name.removeprefix('eval_'))} | {value:g} |"
+        f"| {_measured(name.removeprefix('eval_'))} | {figure(value)} |"
         for name, value in sorted(provenance.get("metrics", {}).items())
         if not name.endswith("_seconds")
     ]
@@ -112,7 +128,14 @@ def trained_for(provenance: dict[str, Any]) -> str:
 
 
 def trained_on(provenance: dict[str, Any]) -> str:
-    """The datasets by name and fingerprint, with their sizes."""
+    """The conversations and answer tokens that were trained on, and of which datasets by name and fingerprint. Older
+    heads know the sizes of the datasets only, held-out rows included."""
+    if trained := provenance.get("trained"):
+        data = " and ".join(f"{part['name']} (fingerprint {part['fingerprint']})" for part in provenance["data"])
+        return (
+            f"{trained['rows']:,} conversations with {trained['answer_tokens']:,} answer tokens of {data}, of which "
+            f"{provenance['held_out']['rows']:,} more were held out"
+        )
     return " and ".join(
         f"{part['counts'].get('rows', 0):,} conversations with {part['counts'].get('trained_tokens', 0):,} answer "
         f"tokens of {part.get('name', 'a dataset')} (fingerprint {part['fingerprint']})"

@@ -19,7 +19,7 @@ from torch import Tensor
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.config import CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
+from draft_heads.heads.config import CONFIG, FORMAT_VERSION, OF_THE_TARGET, PROVENANCE, WEIGHTS, HeadConfig
 
 
 def without_deleted_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +127,8 @@ def read_config(source: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} must have a format_version of at most {FORMAT_VERSION}; it has {version!r}; update draft-heads"
         )
+    if version == FORMAT_VERSION and (missing := sorted(OF_THE_TARGET - config.keys())):
+        raise ValueError(f"{path} must have every size of the head; it has no {', '.join(missing)}; copy it again")
     with malformed(path):
         for migrate in MIGRATIONS[version:]:
             config = migrate(config)

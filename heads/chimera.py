@@ -17,6 +17,7 @@ Paper: "Chimera: A Lossless Decoding Method for Accelerating Large Language Mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -29,7 +30,7 @@ from draft_heads.configs.options import option
 from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
 from draft_heads.heads.base import DraftHead, Readout, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, Rotation, scaled_rotation
-from draft_heads.heads.config import Budget
+from draft_heads.heads.config import LOSS_WEIGHT, Budget
 from draft_heads.heads.cross_entropy import total
 from draft_heads.heads.medusa import OffsetConfig
 from draft_heads.heads.windows import Windows, at
@@ -63,15 +64,10 @@ class ChimeraConfig(OffsetConfig):
         choices=("full", "shared"),
     )
     residual: bool = option(True, "heads read h_n beside the block's output (Fig. 6)")
-    ce_weight: float = option(1.0, "weight of the cross entropy, every head alike")
-    mse_weight: float = option(1.0, "weight of the squared error to the target's states")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.ce_weight, self.mse_weight) < 0 or self.ce_weight == 0:
-            raise ValueError(
-                f"--ce_weight must be above 0 and --mse_weight 0 or more; got {self.ce_weight:g}, {self.mse_weight:g}"
-            )
+    ce_weight: float = option(
+        1.0, "weight of the cross entropy, every head alike", rule=("above 0", lambda weight: 0 < weight < math.inf)
+    )
+    mse_weight: float = option(1.0, "weight of the squared error to the target's states", rule=LOSS_WEIGHT)
 
     def offset_weight(self, k: int) -> float:
         return self.ce_weight
@@ -125,11 +121,11 @@ class ChimeraHead(DraftHead):
     def weights_read(self) -> int:
         """Encoder and block once a level, each head once; with `shared` also the LM head once a level."""
         config = self.config
-        own = sum(p.numel() for p in self.heads.parameters())
-        level = super().weights_read() - own
+        once = sum(p.numel() for p in self.heads.parameters()) + self.layer_weights
+        level = super().weights_read() - once
         if config.projection == "shared":
             level += config.classes * config.hidden_size
-        return own + config.heads * level
+        return once + config.heads * level
 
     @torch.no_grad()
     def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:

@@ -17,6 +17,9 @@ WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provena
 DECAY = ("above 0 and at most 1", lambda decay: 0 < decay <= 1)
 """The `rule` of an option --decay, the weight of a label over that of the label before it."""
 
+LOSS_WEIGHT = ("0 or more", lambda weight: 0 <= weight < math.inf)
+"""The `rule` of an option that weighs a part of a loss."""
+
 FORMAT_VERSION = 2
 """Of `config.json`; files without one are version 0."""
 
@@ -152,6 +155,11 @@ def check_tree_temperature(temperature: float) -> None:
     """ValueError unless trees can be built at this temperature; an infinite one would make all tokens equal."""
     if not 0 < temperature < math.inf:
         raise ValueError(f"tree_temperature must be a number above 0; got {temperature}; 1 leaves drafts alone")
+
+
+SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+OF_THE_TARGET = {*SIZES, "rms_norm_eps", "rope_theta", "token_scale", "end_token_ids", "target", "target_fingerprint"}
+"""Fields that follow from the target: a head with a default instead of one of them would draft worse, or not at all."""
 
 
 def target_sizes(config: Any) -> dict[str, Any]:

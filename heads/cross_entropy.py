@@ -39,8 +39,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
 
-    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. On GPU through liger-kernel where it is
-    installed, or torch's own `linear_cross_entropy` with chunking; else in chunks of rows.
+    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. On GPU by torch's own
+    `linear_cross_entropy` with chunking (2.13 on); else in chunks of rows.
     """
     if states.is_cuda and len(states):
         fused = _fused_linear_cross_entropy()
@@ -184,23 +184,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 @functools.cache
 def _fused_linear_cross_entropy() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:
-    """A library's fused kernel for sums of cross entropies, or None where none is installed."""
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
-    except ImportError:
-        if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-            return None  # before torch 2.13
-        options = torch.nn.LinearCrossEntropyOptions()
+    """torch's fused kernel for sums of cross entropies, or None where torch has none."""
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return None  # before torch 2.13
+    options = torch.nn.LinearCrossEntropyOptions()
 
-        def of_rows(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
-            if torch.is_autocast_enabled(x.device.type):  # which does not reach this operation
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-                bias = None if bias is None else bias.to(x.dtype)
-            # a row's loss each: torch would add them up in bfloat16, which is off by percents
-            losses = F.linear_cross_entropy(
-                x, weight.to(x.dtype), labels, linear_bias=bias, reduction="none", options=options
-            )
-            return total(losses)
+    def of_rows(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):  # which does not reach this operation
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+            bias = None if bias is None else bias.to(x.dtype)
+        # a row's loss each: torch would add them up in bfloat16, which is off by percents
+        losses = F.linear_cross_entropy(
+            x, weight.to(x.dtype), labels, linear_bias=bias, reduction="none", options=options
+        )
+        return total(losses)
 
-        return of_rows
-    return lambda x, weight, labels, bias: liger(x, weight.to(x.dtype), labels, bias, reduction="sum")
+    return of_rows

@@ -30,7 +30,7 @@ from draft_heads.configs.options import option
 from draft_heads.heads.attention import anchor_attention, before_anchor, causal_attention, chain_attention, frame_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
-from draft_heads.heads.config import DECAY, Budget, HeadConfig
+from draft_heads.heads.config import DECAY, LOSS_WEIGHT, Budget, HeadConfig
 from draft_heads.heads.cross_entropy import soft_cross_entropy, total
 from draft_heads.heads.ctc_loss import ctc_loss_fused
 from draft_heads.heads.draft_vocab import cut_before_outside, in_vocabulary
@@ -72,9 +72,13 @@ class CTCConfig(HeadConfig):
         "queries: all frames in one pass; chain: one after another (the published code)",
         choices=("queries", "chain"),
     )
-    ctc_weight: float = option(1.0, "weight of the CTC loss")
-    regression_weight: float = option(0.0, "chain: weight of SmoothL1 between first frame and next hidden state")
-    soft_weight: float = option(0.0, "chain: weight of cross entropy to the target's next distribution")
+    ctc_weight: float = option(1.0, "weight of the CTC loss", rule=LOSS_WEIGHT)
+    regression_weight: float = option(
+        0.0, "chain: weight of SmoothL1 between first frame and next hidden state", rule=LOSS_WEIGHT
+    )
+    soft_weight: float = option(
+        0.0, "chain: weight of cross entropy to the target's next distribution", rule=LOSS_WEIGHT
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,11 +87,10 @@ class CTCConfig(HeadConfig):
                 f"--frames must be at least 2*labels-1 = {2 * self.labels - 1} so that repeated labels fit with a "
                 f"blank between them; got {self.frames}; raise --frames or lower --labels"
             )
-        weights = (self.ctc_weight, self.regression_weight, self.soft_weight)
-        if min(weights) < 0 or max(weights) == 0:
+        if not (self.ctc_weight or self.regression_weight or self.soft_weight):
             raise ValueError(
-                "--ctc_weight, --regression_weight and --soft_weight must be 0 or more and not all 0; got "
-                f"{', '.join(f'{weight:g}' for weight in weights)}"
+                "--ctc_weight, --regression_weight and --soft_weight must not all be 0, or nothing is learned; got "
+                "three zeros; raise one"
             )
         if self.chained:
             if self.context != "hidden+token":
@@ -152,8 +155,8 @@ class CTCHead(DraftHead):
 
     def weights_read(self) -> int:
         """Every weight and the LM head once; chained frames read them once a frame."""
-        once = super().weights_read() + self.config.classes * self.config.hidden_size
-        return once * (self.config.frames if self.config.chained else 1)
+        frame = super().weights_read() - self.layer_weights + self.config.classes * self.config.hidden_size
+        return self.layer_weights + frame * (self.config.frames if self.config.chained else 1)
 
     @torch.no_grad()
     def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:

@@ -76,9 +76,7 @@ class Eagle3Head(DraftHead):
 
     def weights_read(self) -> int:
         """The projection once, everything else once a pass."""
-        own = sum(p.numel() for p in self.parameters())
-        once = self.layer_projection.weight.numel() if self.config.target_layers else 0
-        return once + self.config.passes * (own - once)
+        return self.layer_weights + self.config.passes * (super().weights_read() - self.layer_weights)
 
     @torch.no_grad()
     def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:

@@ -23,7 +23,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.data.common.pretrained import layer_sizes, load_config
 from draft_heads.data.fingerprint import SIZES
 from draft_heads.heads.checkpoint import load_head
-from draft_heads.heads.export.formats import FORMATS, check_kind, differences, read_folder, write_folder
+from draft_heads.heads.export.formats import FORMATS, check_exportable, differences, read_folder, write_folder
 from draft_heads.scripts.decoding_options import check_new_folder, script_parser
 
 
@@ -37,7 +37,7 @@ def run() -> bool:
     args = parse_with_config(parser, None, ("head", "format", "output"))
     check_new_folder(args.output)
     head = load_head(args.head)
-    check_kind(head, args.format)
+    check_exportable(head, args.format)
     name = args.target or head.config.target
     whole = load_config(name)
     target = layer_sizes(whole.get_text_config(decoder=True))

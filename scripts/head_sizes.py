@@ -24,11 +24,11 @@ from draft_heads.data.common.pretrained import load_config
 from draft_heads.heads.checkpoint import HEADS, head_variants
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.scripts.decoding_options import script_parser
-from draft_heads.train.memory import count_parameters, make_head, training_memory
+from draft_heads.train.memory import count_parameters, make_head, training_memory, weights_read_per_step
 
 
 def sizes(config: Any) -> list[tuple[str, int, int]]:
-    """(variant, parameters, weights a draft reads) for a decoder configuration."""
+    """(variant, parameters, weights a draft reads) for a target's configuration."""
     found = []
     for name, (kind, settings) in head_variants().items():
         head = make_head(config, kind, settings)
@@ -37,8 +37,8 @@ def sizes(config: Any) -> list[tuple[str, int, int]]:
 
 
 def table(config: Any) -> str:
-    """Markdown, bytes of 16-bit weights."""
-    rows, target = [], count_parameters(config)
+    """Markdown, bytes of 16-bit weights, for a target's configuration."""
+    rows, target = [], weights_read_per_step(config)
     for name, parameters, read in sizes(config):
         rows.append((name, f"{parameters / 1e6:,.1f} M", f"{2 * read / 2**20:,.0f} MiB", f"{read / target:.1%}"))
     return markdown_table(("head", "parameters", "read per draft", "of the target's step"), rows, 4)
@@ -71,8 +71,8 @@ def run() -> None:
     if args.target and args.shape:
         raise ValueError(f"--target has sizes of its own; got it with --shape {args.shape}; leave one of them out")
     config = load_config(args.target) if args.target else AutoConfig.for_model("llama", **SHAPES[args.shape or "8b"])
-    config = config.get_text_config(decoder=True)
-    print(f"{table(config)}\n\nGiB of GPU memory in training:\n\n{memory_table(config)}")
+    print(f"Heads of default options, which draft from the whole vocabulary:\n\n{table(config)}\n")
+    print(f"GiB of GPU memory in training, of the recipes' heads:\n\n{memory_table(config)}")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from draft_heads.configs.command_line import exit_status
 
 import torch
 
-from draft_heads.heads.card import target_licence
-from draft_heads.heads.checkpoint import read_json
+from draft_heads.heads.card import is_hub_id, target_licence
 from draft_heads.heads.config import target_sizes
-from draft_heads.heads.export.formats import CONFIG, FORMATS, format_of, read_folder, read_tensors
+from draft_heads.heads.export.formats import FORMATS, assembled, read_settings, read_tensors
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_new_folder, script_parser
+
+LAYERS_HELP = "EAGLE-3: the layers that it reads, in place of those that the folder names, or where it names none"
 
 
 def run() -> None:
@@ -30,11 +31,13 @@ def run() -> None:
     parser.add_argument("--head", type=Path, required=True, help="the folder to read")
     parser.add_argument("--format", default="", choices=[*FORMATS], help="default: read from its config.json")
     parser.add_argument("--target", required=True, help="folder or hub id of the target that it drafts for")
-    parser.add_argument("--target_layers", type=int, nargs="*", default=[], help="EAGLE-3, if the folder names none")
+    parser.add_argument("--target_layers", type=int, nargs="+", default=[], help=LAYERS_HELP)
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     args = parser.parse_args()
     check_new_folder(args.output)
-    read = read_folder(args.head, args.format, args.target_layers)
+    config, name = read_settings(args.head, args.format)
+    used, tensors = FORMATS[name], read_tensors(args.head, FORMATS[name].weights)
+    read = assembled(args.head, name, config, tensors, args.target_layers)
     target = Target.from_pretrained(args.target, lend_to=torch.device("cpu"))
     sizes = target_sizes(target.config)
     for name in ("hidden_size", "vocab_size"):
@@ -44,18 +47,20 @@ def run() -> None:
                 f"{sizes[name]}; give the target it was trained for"
             )
     target.check_layers(read.config.target_layers)
-    used = FORMATS[args.format or format_of(read_json(args.head / CONFIG), args.head)]
-    embedding = read_tensors(args.head, used.weights).get("embed_tokens.weight")
+    embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and not torch.equal(embedding, target.embedding.weight.to(embedding.dtype)):
         raise ValueError(
             f"a head drafts with its target's embeddings; embed_tokens.weight of {args.head} has others than "
             f"{args.target}; give the target it was trained for (a head with embeddings of its own is not read)"
         )
     own = {name: size for name, size in sizes.items() if name not in used.stated}
-    made_for = {"target": args.target, "target_fingerprint": target.fingerprint()}
+    # its chat template is not known: any may be used with it
+    fingerprint = {key: value for key, value in target.fingerprint().items() if key != "chat_template_hash"}
+    made_for = {"target": args.target, "target_fingerprint": fingerprint}
     head = type(read)(dataclasses.replace(read.config, **own, **made_for))
     head.load_state_dict(read.state_dict())
     provenance = {"imported_from": str(args.head), "format": args.format or "read from config.json"}
+    provenance |= {"base_model": args.target if is_hub_id(args.target) else ""}
     head.save_pretrained(args.output, {**provenance, "target_licence": target_licence(args.target)})
     print(f"{args.output}: {head.config.kind}, for {args.target}")
 

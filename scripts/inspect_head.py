@@ -18,13 +18,12 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import FIELDS, target_fingerprint
 from draft_heads.data.text.chat_template import load_tokenizer
-from draft_heads.heads.card import trained_for, trained_on
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.card import figure, trained_for, trained_on
 from draft_heads.heads.checkpoint import PROVENANCE, load_head
-from draft_heads.heads.export.formats import formats_of
+from draft_heads.heads.config import OF_THE_TARGET, SIZES
+from draft_heads.heads.export.formats import check_exportable, formats_of
 from draft_heads.scripts.decoding_options import script_parser
-
-SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-OF_THE_TARGET = {"kind", "target", "target_fingerprint", "end_token_ids", "rms_norm_eps", "rope_theta", "token_scale"}
 
 
 def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -36,13 +35,24 @@ def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]
     rows.append(("read per draft", f"{read:,} weights, {2 * read / 2**20:,.1f} MiB in 16 bits"))
     rows.append(("target", config["target"] or "unknown"))
     rows.append(("its sizes", ", ".join(f"{name} {config[name]}" for name in SIZES)))
-    own = {key: value for key, value in config.items() if key not in {*SIZES, *OF_THE_TARGET}}
+    own = {key: value for key, value in config.items() if key not in {"kind", *OF_THE_TARGET}}
     rows.append(("settings", ", ".join(f"{key} {value}" for key, value in own.items())))
-    formats = [f"{name} ({one.engines})" for name, one in formats_of(config["kind"]).items()]
-    rows.append(("exports", ", ".join(formats) or "none: only this project's engine knows its kind"))
+    rows.append(("exports", exports(head)))
     if target is not None:
         rows.append(("fits the target", fits(config["target_fingerprint"], target)))
     return rows + trained(head.provenance)
+
+
+def exports(head: DraftHead) -> str:
+    """The formats that hold it and the engines that read them, or why there is none."""
+    formats, why = [], "only this project's engine knows its kind"
+    for name, one in formats_of(head.config.kind).items():
+        try:
+            check_exportable(head, name)
+            formats.append(f"{name} ({one.engines})")
+        except ValueError as error:
+            why = str(error)
+    return ", ".join(formats) or f"none: {why}"
 
 
 def fits(made_for: dict[str, Any], target: dict[str, Any]) -> str:
@@ -63,7 +73,7 @@ def trained(known: dict[str, Any]) -> list[tuple[str, str]]:
         return [("training", f"unknown: there is no {PROVENANCE}")]
     if "imported_from" in known:
         return [("training", f"unknown: read from {known['imported_from']}")]
-    measured = [f"{name.removeprefix('eval_')} {value:g}" for name, value in known.get("metrics", {}).items()]
+    measured = [f"{name.removeprefix('eval_')} {figure(value)}" for name, value in known.get("metrics", {}).items()]
     return [
         ("command", known.get("command", "unknown")),
         ("trained", f"{trained_for(known)}, commit {known.get('git_commit', 'unknown')}"),
@@ -78,6 +88,8 @@ def run() -> None:
     parser.add_argument("--target", help="a target's folder or hub id, of which only config and tokenizer are read")
     parser.add_argument("--chat_template", help="a bundled name or a .jinja file, instead of the tokenizer's own")
     args = parser.parse_args()
+    if args.chat_template and not args.target:
+        raise ValueError(f"--chat_template {args.chat_template} is for a --target; got none; give one, or leave it out")
     target = None
     if args.target:
         config = load_config(args.target).get_text_config(decoder=True)

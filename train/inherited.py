@@ -110,9 +110,10 @@ def _by_steps(what: str) -> Entry:
 
 
 def _one_offset(option: str) -> Entry:
-    """--decay of a head whose offsets this option counts."""
+    """Weights of a loss by offset, of a head whose offsets this option counts. A CTC head is none: the end of a window
+    after its last label is weighed too."""
     why = "one offset has no other to be weighed against; leave it out"
-    return ("decay",), option, lambda v: getattr(v, option, 0) == 1, why
+    return ("decay", "accept_weight"), option, lambda v: getattr(v, option, 0) == 1, why
 
 
 NO_EFFECT: tuple[Entry, ...] = (
@@ -220,7 +221,7 @@ NO_EFFECT: tuple[Entry, ...] = (
         lambda v: v.simulate_rows == 0,
         "nothing is simulated; leave it out, or raise --simulate_rows",
     ),
-    *(_one_offset(option) for option in ("labels", "heads", "passes")),
+    *(_one_offset(option) for option in ("heads", "passes")),
     (
         ("order",),
         "encoder",

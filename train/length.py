@@ -100,23 +100,27 @@ class RunLength:
                 f"the warm-up of {warm:,} steps (--warmup_steps {args.warmup_steps:g}) lasts as long as the run of "
                 f"{self.steps:,} steps, so the rate never reaches --learning_rate; lower it"
             )
-        late = [
-            f"--{kind}_steps {getattr(args, f'{kind}_steps'):g}"
-            for kind in ("logging", "eval", "save")
-            if getattr(args, f"{kind}_strategy") == "steps" and getattr(args, f"{kind}_steps") > self.steps
-        ]
-        if args.eval_strategy == "steps" and args.eval_delay > self.steps:
-            late.append(f"--eval_delay {args.eval_delay:g}")
-        if late:
-            found.append(
-                f"{', '.join(late)}: later than the last step, {self.steps:,}, so this happens at the end only; pass "
-                f"{max(1, self.steps // OFTEN)}"
-            )
-        return found
+        return found + late_intervals(args, self.steps)
 
 
-def too_few_in(minutes: float, steps: int) -> list[str]:
-    """A line about a run that ended by time, whose number of steps was not known before."""
-    if steps >= ENOUGH_STEPS:
+def late_intervals(args: Any, steps: int) -> list[str]:
+    """A line about intervals of TrainingArguments that are longer than a run of so many steps."""
+    late = [
+        f"--{kind}_steps {getattr(args, f'{kind}_steps'):g}"
+        for kind in ("logging", "eval", "save")
+        if getattr(args, f"{kind}_strategy") == "steps" and getattr(args, f"{kind}_steps") > steps
+    ]
+    if args.eval_strategy == "steps" and args.eval_delay > steps:
+        late.append(f"--eval_delay {args.eval_delay:g}")
+    if not late:
         return []
-    return [f"{minutes:g} minutes had {steps:,} steps: a head needs a few hundred at least; raise --max_minutes"]
+    return [
+        f"{', '.join(late)}: later than the last step, {steps:,}, so this happens at the end only; pass "
+        f"{max(1, steps // OFTEN)}"
+    ]
+
+
+def too_few_in(args: Any, steps: int) -> list[str]:
+    """Lines about a run that ended by time, whose number of steps was not known before."""
+    few = f"{args.max_minutes:g} minutes had {steps:,} steps: a head needs a few hundred at least; raise --max_minutes"
+    return [few] * (steps < ENOUGH_STEPS) + late_intervals(args, steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModel
 
 from draft_heads.configs.options import option_names
@@ -14,12 +15,16 @@ from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "experts_per_token")
+"""What configs of mixtures of experts call their number, and how many a token has."""
+
 ASSUMED_LENGTH = 512
 """Tokens of a row where a recipe leaves them to the dataset."""
 
 
-def count_parameters(config: Any) -> int:
-    """Parameters of the decoder that a config describes, every expert counted; made without memory."""
+def _decoder(config: Any) -> nn.Module:
+    """The decoder that a config describes, without its LM head and without memory."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"--target must be a decoder-only causal LM; got an encoder-decoder model ({config.model_type}); pick "
@@ -28,20 +33,46 @@ def count_parameters(config: Any) -> int:
     text = config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
-            decoder = AutoModel.from_config(text)
+            decoder: nn.Module = AutoModel.from_config(text)
+            return decoder
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"the size of --target ({config.model_type}) cannot be read from its config ({reason}); name a recipe with "
             f"--config, one of {', '.join(name for _, name in SIZE_CLASSES)}"
         ) from error
-    tied = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
+
+
+def count_parameters(config: Any) -> int:
+    """Parameters of the decoder that a model's whole config describes, every expert counted."""
+    decoder, text = _decoder(config), config.get_text_config(decoder=True)
+    tied = text.tie_word_embeddings if hasattr(text, "tie_word_embeddings") else config.tie_word_embeddings
     return sum(p.numel() for p in decoder.parameters()) + (0 if tied else text.vocab_size * text.hidden_size)
 
 
+def weights_read_per_step(config: Any) -> int:
+    """Weights that a decoding step of the target reads at batch 1: its layers, of experts those of one token, and the
+    LM head, but no embedding table.
+
+    Worked example: of 8 experts, 2 for each token, a quarter is read.
+    """
+    decoder, text = _decoder(config), config.get_text_config(decoder=True)
+    experts = next((n for name in EXPERTS if (n := getattr(text, name, None))), 1)
+    chosen = next((n for name in EXPERTS_PER_TOKEN if (n := getattr(text, name, None))), experts)
+    read, of_experts = text.vocab_size * text.hidden_size, 0
+    for name, module in decoder.named_modules():
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        if "experts" in name.split("."):
+            of_experts += own
+        elif not isinstance(module, nn.Embedding):
+            read += own
+    return int(read + of_experts * chosen // experts)
+
+
 def make_head(config: Any, kind: str, settings: dict[str, Any]) -> DraftHead:
-    """A head without memory for a decoder configuration."""
+    """A head without memory for a target's configuration."""
     head_type, config_type = head_classes(kind)
+    config = config.get_text_config(decoder=True)
     settings = {"target_layers": config_type.usual_layers(config.num_hidden_layers), **settings}
     with torch.device("meta"):
         return head_type(config_type(**target_sizes(config), **settings))
@@ -56,7 +87,7 @@ def training_memory(config: Any, kind: str, recipe: dict[str, Any]) -> dict[str,
     an anchor; 2 GiB for CUDA.
     """
     settings = {key: recipe[key] for key in option_names(head_classes(kind)[1]) if recipe.get(key) is not None}
-    if settings.get("draft_vocab_size", 0) >= config.vocab_size:  # left out in training, too
+    if settings.get("draft_vocab_size", 0) >= config.get_text_config(decoder=True).vocab_size:  # as in training
         del settings["draft_vocab_size"]
     if not settings.get("target_layers"):
         settings.pop("target_layers", None)

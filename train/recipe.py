@@ -50,9 +50,19 @@ class Recipe:
     line: str
     sources: list[Source]  # as they are written
     settings: dict[str, Any]  # converted as flags are
-    bundled: bool  # none of a user's own file
+    name: str = ""  # of a bundled recipe; "": a user's own file
     target: str = ""
     target_config: Any = None
+
+    @property
+    def bundled(self) -> bool:
+        """Whether it is none of a user's own file."""
+        return bool(self.name)
+
+    def take_base_rate(self) -> float:
+        """The learning rate that follows from the head's base, for AdamW, in place of one that is written for Muon."""
+        self.sources = recipe_sources(self.kind, self.name, written_rate=False)
+        return float(merge_sources(self.sources)["learning_rate"])
 
     def text(self, used: Collection[str], given: Mapping[str, Any]) -> str:
         """YAML of the settings among `used`, and of the flags `given` over them, with where each is from."""
@@ -63,7 +73,7 @@ class Recipe:
     def memory(self, used: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         """A comment about what training by those settings takes."""
         settings = {**used, **given}
-        memory = training_memory(self.target_config.get_text_config(decoder=True), self.kind, settings)
+        memory = training_memory(self.target_config, self.kind, settings)
         stages = " / ".join(f"{memory[f'zero{stage}']:.0f}" for stage in range(4))
         length = "" if settings.get("max_length") else f", rows of {ASSUMED_LENGTH} tokens"
         text = (
@@ -103,12 +113,27 @@ def choose_recipe(kind: str, given: Mapping[str, Any], parser: argparse.Argument
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
         return recipe
     config = load_config(target)  # a sentence, should there be none
-    gpu = torch.accelerator.is_available() and not given.get("use_cpu")
-    recipe = recipe or sized_recipe(kind, config, parser, gpu)
+    recipe = recipe or sized_recipe(kind, config, parser, has_gpu(given))
     recipe.target, recipe.target_config = target, config
     if recipe.bundled:
         fit_to_target(recipe, given.get("chat_template"))
     return recipe
+
+
+def replaced_recipe(recipe: Recipe, parser: argparse.ArgumentParser, gpu: bool) -> Recipe | None:
+    """The recipe of the size class that a user's own file stands in place of; None where the size is not known."""
+    try:
+        replaced = sized_recipe(recipe.kind, recipe.target_config, parser, gpu)
+    except ValueError:
+        return None
+    replaced.target = recipe.target
+    fit_to_target(replaced, recipe.settings.get("chat_template"))
+    return replaced
+
+
+def has_gpu(given: Mapping[str, Any]) -> bool:
+    """Whether there is a GPU, which the options do not forbid."""
+    return torch.accelerator.is_available() and not given.get("use_cpu")
 
 
 def named_recipe(kind: str, name_or_path: str, parser: argparse.ArgumentParser) -> Recipe:
@@ -117,7 +142,7 @@ def named_recipe(kind: str, name_or_path: str, parser: argparse.ArgumentParser) 
     if path.is_file():
         settings = read_config(path, parser)
         written = {key: _plain(value) for key, value in settings.items()}
-        return Recipe(kind, str(path), [(str(path), written)], settings, bundled=False)
+        return Recipe(kind, str(path), [(str(path), written)], settings)
     if name_or_path not in (names := recipe_names(kind)):
         raise ValueError(
             f"--config {name_or_path} is neither a file nor a bundled recipe; pass a YAML file or one of "
@@ -140,7 +165,7 @@ def sized_recipe(kind: str, config: Any, parser: argparse.ArgumentParser, gpu: b
 def _bundled(kind: str, name: str, line: str, config: Any, parser: argparse.ArgumentParser) -> Recipe:
     sources = recipe_sources(kind, name)
     settings = config_values(merge_sources(sources), name, parser)
-    return Recipe(kind, line, sources, settings, bundled=True, target_config=config)
+    return Recipe(kind, line, sources, settings, name, target_config=config)
 
 
 def fit_to_target(recipe: Recipe, chat_template: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import shlex
 import subprocess
@@ -24,7 +25,7 @@ from draft_heads.data.collate import label_counts, row_lengths
 from draft_heads.data.common.files import names_path
 from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.card import target_licence
+from draft_heads.heads.card import is_hub_id, target_licence
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import HeadConfig, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
@@ -96,7 +97,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             save_loss_plot(trainer.state.log_history, folder / "loss.png")
         exported = export_head(trainer, run, settings, data)
     if trainer.clock.progress >= 1:  # by time
-        for line in too_few_in(args.max_minutes, trainer.state.global_step):
+        for line in too_few_in(args, trainer.state.global_step):
             print_once(args, f"warning: {line}")
     print_once(args, f"{metrics_line(trainer.final_metrics)}\nhead: {exported}\n{folder / 'loss.png'}")
 
@@ -271,24 +272,38 @@ def provenance(
             }
             for part in data
         ],
+        "trained": _amount(trainer, trainer.train_dataset),
+        "held_out": _amount(trainer, trainer.eval_dataset),
         "steps": trainer.steps,
         "minutes": round(trainer.clock.elapsed, 2),
         "metrics": metrics,
+        "base_model": run.target if is_hub_id(run.target) else "",
         "target_licence": target_licence(run.target),
     }
 
 
+def _amount(trainer: DraftHeadTrainer, rows: Any) -> dict[str, int]:
+    """How many rows, and answer tokens in what of them a head reads."""
+    counts = label_counts(rows, trainer.target.config.vocab_size, trainer.longest)
+    return {"rows": len(rows), "answer_tokens": int(counts.sum())}
+
+
 def _command() -> list[str]:
-    """The command as it was typed, without what DeepSpeed's launcher adds to it and where this project's folder is."""
+    """The command as it was typed, without what DeepSpeed's launcher adds to it and where this project's folder is; of
+    a launcher its processes on a machine."""
     arguments = [text for text in sys.argv[1:] if not text.startswith("--local_rank")]
     script = "/".join(Path(sys.argv[0]).parts[-2:])  # train/ctc.py
-    return [Path(sys.executable).name if arguments == sys.argv[1:] else "deepspeed", script, *arguments]
+    launcher, processes = [Path(sys.executable).name], os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if arguments != sys.argv[1:]:
+        launcher = ["deepspeed", "--num_gpus", os.environ.get("LOCAL_SIZE", processes)]
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = ["torchrun", "--nproc_per_node", processes]
+    return [*launcher, script, *arguments]
 
 
 def _data_name(source: str) -> str:
     """A hub id, or the last part of a path: what a file is called, not where this machine has it."""
-    on_hub = source.count("/") == 1 and source[0] not in "./~" and not Path(source).exists()
-    return source if on_hub else Path(source).name
+    return source if is_hub_id(source) else Path(source).name
 
 
 def _git_commit() -> str:

@@ -18,7 +18,7 @@ from draft_heads.heads.config import HeadConfig
 from draft_heads.train.inherited import READ, check_effects, refused, settled_optimizer, without_effect
 from draft_heads.train.length import INTERVALS, settle_end
 from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo
-from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe
+from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe, has_gpu, replaced_recipe
 from draft_heads.train.schedule import check_schedule
 from draft_heads.train.zero_config import check_build_locks, zero_config
 
@@ -70,6 +70,8 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         given = {name: value for name, value in vars(known).items() if value is not None}
         recipe = choose_recipe(head_config.kind, given, parser)
         defaults = defaults_beside(given, recipe, parser)
+        if not recipe.bundled:
+            recipe.line += left_out(recipe, {**defaults, **given}, parser)
         if known.print_recipe:
             print(f"{recipe.memory(defaults, given)}\n{recipe.text(defaults, given)}", end="")
             parser.exit()
@@ -114,8 +116,9 @@ def defaults_beside(given: dict[str, Any], recipe: Recipe, parser: TrainerParser
     """The recipe's settings that stand beside the flags `given`.
 
     What ends a run on the command line (minutes, steps or epochs) replaces what ends the recipe's; so do batches of
-    rows its batches of tokens, and another optimizer its Muon. Settings that have no effect then are left out, so that
-    the recipe that a run writes is one that may be written.
+    rows its batches of tokens, and another optimizer its Muon, with the learning rate of the head's base: Muon's are
+    several times larger. Settings that have no effect then are left out, so that the recipe that a run writes is one
+    that may be written.
     """
     defaults = dict(recipe.settings)
     settle_end(given, defaults, "" if recipe.bundled else f"--config {given['config']}: ")
@@ -126,8 +129,31 @@ def defaults_beside(given: dict[str, Any], recipe: Recipe, parser: TrainerParser
     usual = {action.dest: action.default for action in reversed(parser._actions)}  # of two of a name the first counts
     values = SimpleNamespace(**{**usual, **defaults, **given})
     values.head_optimizer = settled_optimizer(values)
+    meant_for = settled_optimizer(SimpleNamespace(**{**usual, **recipe.settings}))
+    if values.head_optimizer != meant_for and "learning_rate" in defaults.keys() - given.keys():
+        rate = defaults["learning_rate"]
+        recipe.line += f"; its learning rate {rate:g} is for {meant_for}, the optimizer is {values.head_optimizer}: "
+        if recipe.bundled and meant_for == "muon":
+            values.learning_rate = defaults["learning_rate"] = recipe.take_base_rate()
+            recipe.line += f"{values.learning_rate:g} is taken, by the head's base_learning_rate"
+        else:
+            recipe.line += "give another as --learning_rate"
     idle = without_effect(values, given, {} if recipe.bundled else defaults)
     return {name: value for name, value in defaults.items() if name not in idle}
+
+
+def left_out(recipe: Recipe, used: Mapping[str, Any], parser: TrainerParser) -> str:
+    """What the line about a user's own file says of the recipe that it replaces: the settings that are in neither the
+    file nor the command line; "" if there is none."""
+    if (replaced := replaced_recipe(recipe, parser, has_gpu(used))) is None:
+        return ""
+    missing = defaults_beside(dict(used), replaced, parser).keys() - used.keys()
+    if not missing:
+        return ""
+    return (
+        f"; it replaces the recipe {recipe.kind}/{replaced.name}, of which it lacks {', '.join(sorted(missing))}: they "
+        "have the defaults that --help_all shows"
+    )
 
 
 def check_together(

@@ -16,9 +16,9 @@ from torch import Tensor
 from draft_heads.data.common.files import write_tensors, write_text
 from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.checkpoint import malformed, read_json
+from draft_heads.heads.config import CONFIG
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
 
-CONFIG = "config.json"
 CONVERTER = "https://huggingface.co/spaces/safetensors/convert"
 
 
@@ -30,8 +30,7 @@ class Format:
     engines  which read it
     stated   the settings that its config.json states
     weights  the name of its file of tensors
-    write    (head, the target's transformers config, its name) → config.json and tensors; ValueError says what it
-             cannot hold
+    write    (head, the target's transformers config, its name) → config.json and tensors
     read     the reverse: (config.json, tensors) → head
     """
 
@@ -58,6 +57,8 @@ FORMATS = {
         ("speculators", "eagle3", "vLLM", _EAGLE, "model.safetensors", speculators),
     )
 }
+_CHECKS: dict[str, Callable[[Any], object]] = {"medusa": vllm_medusa.check, "eagle3": eagle3.layer_ids}
+"""Of a kind's head, ValueError for what no engine can do."""
 
 
 def formats_of(kind: str) -> dict[str, Format]:
@@ -65,10 +66,11 @@ def formats_of(kind: str) -> dict[str, Format]:
     return {name: found for name, found in FORMATS.items() if found.kind == kind}
 
 
-def check_kind(head: DraftHead, name: str) -> None:
+def check_exportable(head: DraftHead, name: str) -> None:
     """ValueError for a head that the format cannot hold, with what to do instead."""
     kind, wanted = head.config.kind, FORMATS[name].kind
     if kind == wanted:
+        _CHECKS[kind](head)
         return
     instead = (
         "this project's engine: scripts/serve.py, scripts/evaluate.py, `draft_heads.inference.engine`, or "
@@ -81,7 +83,7 @@ def check_kind(head: DraftHead, name: str) -> None:
 
 def write_folder(head: DraftHead, name: str, folder: Path, target: Any, target_name: str) -> None:
     """Write the head to a folder; `config.json` last, so that with it all is there."""
-    check_kind(head, name)
+    check_exportable(head, name)
     config, tensors = FORMATS[name].write(head, target, target_name)
     folder.mkdir(parents=True, exist_ok=True)
     own = {key: tensor.clone() for key, tensor in tensors.items()}  # one file holds no tensor twice
@@ -92,20 +94,29 @@ def write_folder(head: DraftHead, name: str, folder: Path, target: Any, target_n
 def read_folder(folder: Path, name: str = "", target_layers: Sequence[int] = ()) -> DraftHead:
     """The head of a folder in one of the formats; name: which, "" finds out. ValueError says what is missing.
 
-    target_layers: of an EAGLE-3 head whose folder names none.
+    target_layers: of an EAGLE-3 head, in place of those that its folder names.
     """
+    config, name = read_settings(folder, name)
+    return assembled(folder, name, config, read_tensors(folder, FORMATS[name].weights), target_layers)
+
+
+def read_settings(folder: Path, name: str = "") -> tuple[dict[str, Any], str]:
+    """What the config.json of an exported head says, and the format that it is in where `name` is ""."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"an exported head has a {CONFIG}; {folder} has none; give the folder that holds it")
     config = read_json(path)
-    name = name or format_of(config, folder)
+    return config, name or format_of(config, folder)
+
+
+def assembled(
+    folder: Path, name: str, config: dict[str, Any], tensors: dict[str, Tensor], target_layers: Sequence[int] = ()
+) -> DraftHead:
+    """The head of what was read from a folder, as `read_folder` makes it."""
     if target_layers and FORMATS[name].kind != "eagle3":
-        raise ValueError(
-            f"--target_layers is for EAGLE-3 heads whose folder names none; {folder} is {name}; leave it out"
-        )
+        raise ValueError(f"--target_layers is for EAGLE-3 heads only; {folder} is {name}; leave it out")
     if target_layers:
-        config |= {"eagle_aux_hidden_state_layer_ids": list(target_layers), "eagle_config": None}
-    tensors = read_tensors(folder, FORMATS[name].weights)
+        config = config | {"eagle_aux_hidden_state_layer_ids": list(target_layers), "eagle_config": None}
     with malformed(f"{folder} as {name}"):
         return FORMATS[name].read(config, tensors)
 
@@ -120,19 +131,23 @@ def format_of(config: dict[str, Any], folder: Path) -> str:
         return "vllm-medusa"
     if any("Eagle3" in name for name in config.get("architectures") or ()):
         return "eagle3"
-    raise ValueError(f"{folder / CONFIG} is in none of the formats {', '.join(FORMATS)}; give a head of one of them")
+    raise ValueError(
+        f"{folder / CONFIG} names none of the formats {', '.join(FORMATS)}; give a head of one of them, or pass "
+        "--format where it is in one"
+    )
 
 
 def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
     """The tensors of a folder: those of the expected file, or of its only safetensors file."""
     found = [folder / expected] if (folder / expected).is_file() else sorted(folder.glob("*.safetensors"))
     if len(found) != 1:
-        if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
+        if not found and (pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])):
             raise ValueError(
                 f"a head is read from safetensors, as a pickle can run code; got {pickled[0]}; convert it once to "
                 f"{folder / expected}, for example at {CONVERTER}"
             )
-        raise ValueError(f"an exported head has its tensors in {expected}; {folder} has no such file; copy it again")
+        names = ", ".join(path.name for path in found) or "no such file"
+        raise ValueError(f"an exported head has its tensors in {expected}; {folder} has {names}; copy it again")
     try:
         return load_file(found[0])
     except (SafetensorError, OSError, ValueError) as error:

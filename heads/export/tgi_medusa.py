@@ -17,7 +17,6 @@ def _names(heads: int, layers: int) -> dict[str, str]:
 
 def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """See `formats.Format`. No `architectures`: TGI takes a folder that has them for a whole model."""
-    vllm_medusa.check(head)
     config = {
         "medusa_num_heads": head.config.heads,
         "medusa_num_layers": head.config.layers,
@@ -33,7 +32,10 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     """See `formats.Format`; names may begin with `medusa_head.`, as in the published checkpoints."""
     tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
     layers = config["medusa_num_layers"]
-    heads = 1 + max(int(name.split(".")[0]) for name in set(tensors) - {"token_map"})
+    numbers = {name: name.partition(".")[0] for name in set(tensors) - {"token_map"}}
+    if foreign := sorted(name for name, number in numbers.items() if not number.isdecimal()):
+        raise ValueError(f"tensors of a head are named by its number (0.0.linear.weight); got {', '.join(foreign)}")
+    heads = 1 + max(map(int, numbers.values()))
     if f"0.{layers}.weight" not in tensors:
         found = ", ".join(sorted(name for name in tensors if name.startswith("0.")))
         raise ValueError(f"medusa_num_layers {layers!r} needs a tensor 0.{layers}.weight; of head 0 there are {found}")

@@ -35,7 +35,6 @@ def names_of(
 
 def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """See `formats.Format`."""
-    check(head)
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

@@ -1,6 +1,7 @@
 """What every command line does alike: unknown flags, errors and Ctrl-C as one line."""
 
 import os
+import re
 import runpy
 import signal
 from pathlib import Path
@@ -37,6 +38,52 @@ def test_a_wrong_flag_is_answered_in_a_sentence(capsys, arguments, told):
     with pytest.raises(SystemExit) as stopped:
         parser.parse_args(arguments)
     assert stopped.value.code == 2 and capsys.readouterr().err == told
+
+
+def config_parser():
+    parser = OptionParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--drafters", nargs="+")
+    parser.add_argument("--layers", nargs="+", type=int)
+    parser.add_argument("--list_drafters", action="version", version="table")
+    parser.add_argument("--mode", choices=["no", "steps"])
+    return parser
+
+
+def test_values_of_a_file_are_read_as_flags_on_the_command_line_are(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "# a comment\nlimit: 010\noutput: on\nall: true\ndrafters: [a, 1.0, 'null']\nlayers: 3\nmode: no\n"
+    )
+    options = parse_with_config(config_parser(), [f"--config={tmp_path}/c.yaml"], [])
+    words = [*("--limit", "010", "--output", "on", "--all"), *("--drafters", "a", "1.0", "null")]
+    words += ["--layers", "3", "--mode", "no"]
+    assert vars(options) == {**vars(config_parser().parse_args(words)), "config": tmp_path / "c.yaml"}
+    assert (options.limit, options.output) == (10, Path("on"))
+    (tmp_path / "c.yaml").write_text("# nothing but a comment\n")
+    assert parse_with_config(config_parser(), [f"--config={tmp_path}/c.yaml"], []).limit is None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("limit: 1:30", "limit must be of type int, got '1:30'"),
+        ("limit: 3\nlimit: 4", "the key 'limit' twice; keep one"),
+        ("drafters: [a, ]\nlayers:\n- 1\n-", "layers must be of type int, got None"),
+        ("drafters:\n- a\n-", "drafters must be of type str, got None"),
+        ("all: maybe", "all must be true or false, got 'maybe'"),
+        ("list_drafters: true", "unknown list_drafters; valid keys: limit, "),
+        ("help: true", "unknown help"),
+        ("[]", "must map flags to values, got list"),
+        ("false", "must map flags to values, got str"),
+    ],
+)
+def test_a_file_that_no_command_line_could_be_is_refused(tmp_path, text, told):
+    (tmp_path / "c.yaml").write_text(text + "\n")
+    with pytest.raises(ValueError, match=rf"^--config .*c\.yaml(?s:.*){re.escape(told)}"):
+        parse_with_config(config_parser(), [f"--config={tmp_path}/c.yaml"], [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -93,6 +140,9 @@ def test_an_error_is_one_line(capsys):
 
     handler = signal.getsignal(signal.SIGINT)
     assert exit_status(failing) == 2 and capsys.readouterr().err == "error: no such folder\n"
+    assert exit_status(lambda: {}["unforeseen"]) == 2  # no result of the work, as 1 is
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback") and told.endswith("KeyError: 'unforeseen'\n")
     assert exit_status(lambda: False) == 1 and exit_status(lambda: None) == 0
     assert signal.getsignal(signal.SIGINT) is handler
 

@@ -12,6 +12,7 @@ from draft_heads.configs.recipes import (
     SIZE_CLASSES,
     format_sources,
     load_recipe,
+    merge_sources,
     recipe_names,
     recipe_shape,
     recipe_sources,
@@ -135,6 +136,12 @@ def test_learning_rates_fall_as_one_over_the_width_of_the_size_class():
     assert load_recipe("chimera", "14b")["learning_rate"] == 2.4e-4  # 3e-4 * 4096 / 5120 to six digits
     assert [load_recipe("ctc", name)["learning_rate"] for name in ("1b", "vicuna-7b", "paper")] == [2e-4, 3e-5, 3e-5]
     assert load_recipe("medusa", "vicuna-33b")["learning_rate"] == 1e-3  # a paper's target: whatever its width
+
+
+def test_the_base_rate_stands_beside_one_that_is_written():
+    rates = {("ctc", "tiny"): 3.2e-3, ("medusa", "tiny"): 3.2e-2, ("eagle3", "1b-cpu"): 1e-3}
+    for (kind, name), rate in rates.items():  # base · 4096 / width: 1e-4 · 32, 1e-3 · 32, 5e-4 · 2
+        assert merge_sources(recipe_sources(kind, name, written_rate=False))["learning_rate"] == rate
 
 
 def test_size_classes_go_by_parameters():

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import metadata_load
 
 from draft_heads.heads import base, checkpoint, load_head
-from draft_heads.heads.card import target_licence
+from draft_heads.heads.card import is_hub_id, shared, target_licence
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import FORMAT_VERSION
 from tests.heads.small import disturbed
@@ -79,12 +79,31 @@ def test_the_card_of_a_local_target_names_no_base_model(tmp_path):
     assert "Read from elsewhere." in card and "look it up" in card
 
 
+def test_where_the_target_is_a_folder_is_what_the_provenance_says(tmp_path, monkeypatch):
+    """A head that is uploaded from another folder, where its target's relative path leads nowhere."""
+    assert is_hub_id("some/target") and not is_hub_id("tests/tiny_target") and not is_hub_id("tests/missing")
+    make_head(target="tests/tiny_target").save_pretrained(tmp_path / "head", {**PROVENANCE, "base_model": ""})
+    monkeypatch.chdir(tmp_path)
+    load_head("head").save_pretrained("again")
+    assert "base_model" not in metadata_load(tmp_path / "again" / "README.md")
+
+
+def test_a_head_that_is_written_over_another_is_none_until_it_is_whole(tmp_path, monkeypatch):
+    make_head().save_pretrained(tmp_path)
+    monkeypatch.setattr(base, "write_tensors", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        make_head("medusa").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"needs config\.json"):
+        load_head(tmp_path)
+
+
 def test_the_card_has_no_path_of_the_machine(tmp_path):
     command = "python train/ctc.py --target /home/me/models/tiny --dataset '/data/a b' --config=/etc/x.yaml"
     known = {**PROVENANCE, "command": command}
     make_head(target="/home/me/models/tiny").save_pretrained(tmp_path, known)
     card = (tmp_path / "README.md").read_text()
     assert "/home" not in card and "/etc" not in card and "base_model" not in card
+    assert shared("a=/a/b,/c/d") == "a=b,d"
     assert "train/ctc.py --target tiny" in card and "--config=x.yaml" in card and 'from_pretrained("tiny")' in card
     make_head().save_pretrained(tmp_path, {"imported_from": "/home/me/head"})
     assert "Read from head." in (tmp_path / "README.md").read_text()
@@ -139,6 +158,7 @@ def test_a_head_with_deleted_options_loads_where_they_had_their_defaults(tmp_pat
         ({"hidden_size": "x"}, "hidden_size must be of type int; got 'x'"),
         ({"target_layers": ["a"]}, r"target_layers must be of type list\[int\]; got \['a'\]"),
         ({"hidden_size": -3}, "negative dimension"),
+        *(({name: None}, f"every size of the head; it has no {name}") for name in ("rope_theta", "token_scale")),
         (None, "must be a JSON object; got a list"),
     ],
 )
@@ -146,7 +166,8 @@ def test_a_malformed_config_gets_a_sentence_with_its_name(tmp_path, changed, tol
     make_head().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(["ctc"] if changed is None else {**config, **changed}))
+    config = {name: value for name, value in {**config, **(changed or {})}.items() if value is not None}
+    path.write_text(json.dumps(["ctc"] if changed is None else config))
     with pytest.raises(ValueError, match=f"^{path}.*{told}"):
         load_head(tmp_path)
 
@@ -178,10 +199,12 @@ def test_a_head_goes_to_the_hub_and_back(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "snapshot_download", hub.snapshot_download)
     head = make_head("medusa")
     head.save_pretrained(tmp_path / "head", PROVENANCE)
-    assert load_head(tmp_path / "head").push_to_hub("me/medusa") == "https://hub/me/medusa"
+    mine = load_head(tmp_path / "head")
+    mine.provenance = {**PROVENANCE, "options": {"dataset": ["/home/me/chats", "b"]}}
+    assert mine.push_to_hub("me/medusa") == "https://hub/me/medusa"
     assert (hub.folder / "me/medusa/private").read_text() == "True"
     back = load_head("me/medusa")
-    assert same(head, back) and back.provenance == PROVENANCE
+    assert same(head, back) and back.provenance == {**PROVENANCE, "options": {"dataset": ["chats", "b"]}}
     card = (hub.folder / "me/medusa/main/README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["base_model"] == "some/target"
     assert sorted(path.name for path in Path(hub.folder / "me/medusa/main").iterdir()) == sorted(

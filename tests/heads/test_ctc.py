@@ -158,7 +158,7 @@ def test_evaluation_counts_the_hits_of_every_offset(view):
         ({"frames_from": "air"}, "queries, chain"),
         ({"frames_from": "chain", "context": "hidden"}, "--frames_from chain needs --context hidden\\+token"),
         ({"soft_weight": 0.1}, "need --frames_from chain"),
-        ({"ctc_weight": 0.0}, "not all 0"),
+        ({"ctc_weight": 0.0}, "not all be 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, told):

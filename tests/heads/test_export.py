@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
 from draft_heads.heads.base import Rows
+from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
 from draft_heads.heads.ctc import CTCConfig, CTCHead
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -234,6 +235,13 @@ def test_public_heads_in_other_forms_are_read(tmp_path):
     assert differences(head, read_folder(tmp_path / "a"), "tgi-medusa") == []
     with pytest.raises(ValueError, match=r"--target_layers is for EAGLE-3 heads .* tgi-medusa"):
         read_folder(tmp_path / "a", target_layers=[2, 5, 9])
+    save_file({**prefixed, "lm_head.weight": torch.ones(2)}, tmp_path / "a" / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=r"named by its number .*; got lm_head.weight"):
+        read_folder(tmp_path / "a")
+    (tmp_path / "a" / "medusa_lm_head.safetensors").rename(tmp_path / "a" / "x.safetensors")
+    save_file(tensors, tmp_path / "a" / "y.safetensors")
+    with pytest.raises(ValueError, match=r"has its tensors in medusa_lm_head.*/a has x.safetensors, y.safetensors"):
+        read_folder(tmp_path / "a")
 
     head = eagle3(draft_vocab_size=40)
     write_folder(head, "eagle3", tmp_path / "b", TARGET, "t")
@@ -242,6 +250,7 @@ def test_public_heads_in_other_forms_are_read(tmp_path):
     del config["eagle_aux_hidden_state_layer_ids"]
     path.write_text(json.dumps(config))
     assert read_folder(tmp_path / "b").config.target_layers == [2, 5, 9]  # SGLang's counting
+    assert read_folder(tmp_path / "b", target_layers=[1, 5, 9]).config.target_layers == [1, 5, 9]
     del config["eagle_config"]
     path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match="a guess wrong by one is silent; give them as --target_layers"):
@@ -252,7 +261,7 @@ def test_public_heads_in_other_forms_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda config, tensors: config.update(model_type="bert", architectures=[]), "none of the formats"),
+        (lambda config, tensors: config.update(model_type="bert", architectures=[]), "none of the .* or pass --format"),
         (lambda config, tensors: tensors.pop("fc.weight"), "fc.weight missing or unexpected"),
         (lambda config, tensors: tensors.pop("d2t"), "needs d2t"),
         (lambda config, tensors: tensors["d2t"].add_(1000), "draft vocabulary"),
@@ -382,6 +391,8 @@ def test_an_eagle3_head_with_embeddings_of_its_own_is_not_imported(tmp_path, tar
     save_file({**tensors, "embed_tokens.weight": own}, weights)
     status, told = run_script("scripts/import_head.py", *flags, str(tmp_path / "out"))
     assert status == 0, told
+    other = {**target.fingerprint(), "chat_template_hash": "of the template that it was trained with"}
+    assert other.items() > load_head(tmp_path / "out", other).config.target_fingerprint.items()
     save_file({**tensors, "embed_tokens.weight": own + 1}, weights)
     status, told = run_script("scripts/import_head.py", *flags, str(tmp_path / "out 2"))
     assert status == 1 and "embed_tokens.weight of" in told and not (tmp_path / "out 2").exists()

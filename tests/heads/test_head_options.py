@@ -21,7 +21,17 @@ from tests.heads.small import SIZES
         ("chimera", {"order": 6}, "--order"),
         ("chimera", {"encoder": "lstm"}, "kgram, target_layer0_frozen"),
         ("chimera", {"projection": "none"}, "full, shared"),
-        ("chimera", {"ce_weight": 0.0}, "--ce_weight"),
+        ("chimera", {"ce_weight": 0.0}, "--ce_weight must be above 0; got 0.0"),
+        *(
+            (kind, {name: value}, f"--{name} must be .*; got {value}")
+            for kind, names in (
+                ("chimera", ("ce_weight", "mse_weight")),
+                ("ctc", ("ctc_weight", "regression_weight", "soft_weight")),
+            )
+            for name in names
+            for value in (float("nan"), float("inf"), -1.0)
+        ),
+        ("ctc", {"ctc_weight": 0.0}, "must not all be 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(kind, settings, told):

@@ -1,12 +1,12 @@
 """Sizes of heads for a shape, without weights, and the memory that recipes name."""
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from draft_heads.configs.recipes import SHAPES, load_recipe
 from draft_heads.heads.checkpoint import HEADS
 from draft_heads.scripts.head_sizes import memory_table, sizes, table
-from draft_heads.train.memory import training_memory
+from draft_heads.train.memory import count_parameters, make_head, training_memory, weights_read_per_step
 
 
 def test_the_sizes_of_a_small_shape_by_hand():
@@ -36,3 +36,47 @@ def test_stages_share_the_head_between_gpus_and_never_the_target():
     assert memory["zero0"] == pytest.approx(fixed + memory["head"])
     assert memory["zero3"] == pytest.approx(fixed + memory["head"] * 18 / 16 / 8)  # sums of gradients in float32
     assert memory["zero1"] == pytest.approx(fixed + memory["head"] * (4 + 12 / 8) / 16)
+
+
+@pytest.mark.parametrize("kind, settings", [("chimera", {}), ("eagle3", {}), ("ctc", {"frames_from": "chain"})])
+def test_the_projection_of_target_layers_is_read_once_a_draft(kind, settings):
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2
+    )
+    with_layers, without = (
+        make_head(config, kind, {**settings, "target_layers": layers}) for layers in ([1, 2, 3], [])
+    )
+    assert with_layers.weights_read() - without.weights_read() == 3 * 8 * 8
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "gemma3", "llava"])
+def test_sizes_and_memory_of_multimodal_targets(name):
+    """Whose text configs may not say whether embeddings are tied."""
+    config = AutoConfig.for_model(name)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = 2
+    tied = text.tie_word_embeddings if hasattr(text, "tie_word_embeddings") else config.tie_word_embeddings
+    read, every = weights_read_per_step(config), count_parameters(config)
+    assert every >= read + text.vocab_size * text.hidden_size * (not tied)
+    assert table(config) and memory_table(config).count("\n") == len(HEADS) + 1
+
+
+def test_a_step_reads_the_experts_of_one_token_and_no_embedding_table():
+    shape = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+    }
+    attention, norms = 4 * 8 * 8, 2 * 8
+    dense = LlamaConfig(vocab_size=100, intermediate_size=16, **shape)
+    layers = 2 * (attention + 3 * 8 * 16 + norms) + 8
+    assert weights_read_per_step(dense) == layers + 800 and count_parameters(dense) == layers + 1600
+    sparse = AutoConfig.for_model(
+        "mixtral",
+        **{**shape, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 100, "intermediate_size": 16},
+        **{"num_local_experts": 4, "num_experts_per_tok": 1},
+    )
+    layers = 2 * (attention + 4 * 8 + 3 * 8 * 16 + norms) + 8  # the router, and one expert of four
+    assert weights_read_per_step(sparse) == layers + 800

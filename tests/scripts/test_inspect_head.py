@@ -8,6 +8,7 @@ from draft_heads.configs.command_line import exit_status
 import pytest
 
 from draft_heads.heads.ctc import CTCConfig, CTCHead
+from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draft_heads.heads.medusa import MedusaConfig, MedusaHead
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts import inspect_head
@@ -77,3 +78,26 @@ def test_heads_without_a_history_are_told_of_too(tmp_path, monkeypatch, capsys):
     assert "there is no provenance.json" in told(monkeypatch, capsys, tmp_path, "--target", "tests/tiny_target")[1]
     status, text = told(monkeypatch, capsys, tmp_path / "missing")
     assert status != 0 and "does not exist" in text
+
+
+def test_only_formats_that_hold_the_head_are_named(tmp_path, monkeypatch, capsys):
+    disturbed(MedusaHead, MedusaConfig, target_layers=[1, 2]).save_pretrained(tmp_path / "medusa", {})
+    disturbed(Eagle3Head, Eagle3Config, target_layers=[1]).save_pretrained(tmp_path / "eagle3", {})
+    for kind, why in (("medusa", "no engine's Medusa reads several layers"), ("eagle3", "heads of three layers")):
+        text = told(monkeypatch, capsys, tmp_path / kind)[1]
+        assert f"none: {'' if kind == 'medusa' else 'engines read EAGLE-3 '}{why}" in text and "vLLM" not in text
+
+
+def test_a_chat_template_without_a_target_is_refused(tmp_path, monkeypatch, capsys):
+    status, text = told(monkeypatch, capsys, tmp_path, "--chat_template", "vicuna")
+    assert status == 2 and "--chat_template vicuna is for a --target; got none" in text
+
+
+def test_large_figures_and_what_was_held_out_are_told(tmp_path, monkeypatch, capsys):
+    amounts = {"trained": {"rows": 2933, "answer_tokens": 277000}, "held_out": {"rows": 64, "answer_tokens": 6609}}
+    known = {**PROVENANCE, **amounts, "metrics": {"eval_windows": 1234567.0}}
+    disturbed(CTCHead, CTCConfig).save_pretrained(tmp_path, known)
+    text, card = told(monkeypatch, capsys, tmp_path)[1], (tmp_path / "README.md").read_text()
+    data = "2,933 conversations with 277,000 answer tokens of chats.jsonl (fingerprint f00), of which 64 more were held"
+    assert "windows 1,234,567" in text and data in text
+    assert "| windows measured | 1,234,567 |" in card and data in card

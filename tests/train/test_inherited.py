@@ -129,7 +129,6 @@ def test_a_flag_that_is_said_to_be_read_is_read(dataset, tmp_path, monkeypatch):
         ('--lr_scheduler_kwargs {"x":2} --lr_scheduler_type constant --max_steps 9', "constant: it has no settings"),
         ("--metric_for_best_model accuracy_1", "--load_best_model_at_end False: the last checkpoint is exported"),
         ("--simulate_nodes 4 --simulate_rows 0", "--simulate_rows 0: nothing is simulated"),
-        ("--decay 0.5 --labels 1", "--labels 1: one offset has no other"),
         ("--dataloader_prefetch_factor 2 --dataloader_num_workers 0", "--dataloader_num_workers"),
     ],
 )
@@ -193,6 +192,22 @@ def test_the_recipe_that_a_run_writes_is_one_that_it_may_be_given(tmp_path, kind
     again, same_head, same = parse_options(config, ["--config", str(tmp_path / "recipe.yaml")])
     assert (again, same_head, same.to_dict()) == (run, head, training.to_dict())
     assert yaml.safe_load(same.recipe) == yaml.safe_load(training.recipe)
+
+
+@pytest.mark.parametrize("kind, one", [("medusa", "heads"), ("eagle3", "passes"), ("chimera", "heads")])
+@pytest.mark.parametrize("weight", ["decay", "accept_weight"])
+def test_a_single_offset_has_no_other_to_be_weighed_against(capsys, kind, one, weight):
+    config = head_classes(kind)[1]
+    if not hasattr(config, weight):
+        pytest.skip("Chimera heads have no decay")
+    with pytest.raises(SystemExit):
+        parse_options(config, [*GIVEN, f"--{weight}", "0.5", f"--{one}", "1"])
+    assert f"--{weight} 0.5 has no effect with --{one} 1: one offset has no other" in capsys.readouterr().err
+
+
+def test_one_label_of_a_ctc_head_is_weighed_against_the_end_of_its_window():
+    given = ["--decay", "0.5", "--accept_weight", "0.5", "--labels", "1", "--use_cpu"]
+    assert parse_options(CTCConfig, [*GIVEN, *given])[1]["decay"] == 0.5
 
 
 def test_an_encoder_of_single_tokens_has_no_k_grams(capsys):

@@ -129,6 +129,8 @@ def test_the_training_loss_is_that_of_all_steps_after_a_resume_too(dataset, tmp_
 
 def test_a_run_by_time_has_no_step_limit():
     assert RunLength(13_000_000, 13, 15).warnings(SimpleNamespace()) == []
-    assert too_few_in(15, 300) == []
-    (told,) = too_few_in(15, 43)
+    args = SimpleNamespace(**vars(arguments(eval_strategy="steps", eval_steps=44)), max_minutes=15)
+    assert too_few_in(args, 300) == []
+    told, late = too_few_in(args, 43)
+    assert late == "--eval_steps 44: later than the last step, 43, so this happens at the end only; pass 8"
     assert told == "15 minutes had 43 steps: a head needs a few hundred at least; raise --max_minutes"

@@ -102,6 +102,37 @@ def test_muon_is_taken_where_no_other_optimizer_is_asked_for():
     assert parse_options(CTCConfig, of_the_recipe)[2].head_optimizer == "adamw"
 
 
+@pytest.mark.parametrize(
+    "kind, flags, rate",
+    [
+        ("ctc", "--deepspeed configs/deepspeed/zero2.json", 3.2e-3),  # 1e-4 · 4096 / 128
+        ("ctc", "--deepspeed configs/deepspeed/zero2.json --learning_rate 0.5", 0.5),
+        ("medusa", "--optim adamw_torch", 3.2e-2),
+        ("eagle3", "--config 1b-cpu --head_optimizer adamw", 1e-3),  # 5e-4 · 4096 / 2048
+        ("eagle3", "--config 1b-cpu", 1.2e-2),
+        ("eagle3", "--config 8b", 5e-4),
+    ],
+)
+def test_adamw_has_no_learning_rate_of_muon(capsys, tmp_path, kind, flags, rate):
+    text = printed_recipe(capsys, *GIVEN, "--use_cpu", *flags.split(), kind=kind)
+    assert yaml.safe_load(text)["learning_rate"] == rate and text.count("learning_rate:") == 1
+    assert ("for muon, the optimizer is adamw" in text) == (rate in (3.2e-3, 3.2e-2, 1e-3))
+    (tmp_path / "same.yaml").write_text(text)
+    again = printed_recipe(capsys, "--config", str(tmp_path / "same.yaml"), kind=kind)
+    assert yaml.safe_load(again) == yaml.safe_load(text) and "give another" not in again
+
+
+def test_what_ones_own_file_lacks_of_the_recipe_is_told(capsys, tmp_path):
+    text, whole = printed_recipe(capsys, *GIVEN, "--use_cpu"), tmp_path / "whole.yaml"
+    whole.write_text(text)
+    assert "it replaces" not in printed_recipe(capsys, "--config", str(whole))
+    told = printed_recipe(capsys, "--config", str(whole), "--head_optimizer", "adamw")
+    assert "its learning rate 0.012 is for muon, the optimizer is adamw: give another as --learning_rate" in told
+    whole.write_text("".join(line for line in text.splitlines(True) if not line.startswith(("held_out", "eval_steps"))))
+    told = printed_recipe(capsys, "--config", str(whole), "--max_steps", "9")  # whose minutes the steps replace
+    assert "whole.yaml; it replaces the recipe ctc/tiny, of which it lacks eval_steps, held_out: they have" in told
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_recipe_parses(kind):
     config = head_classes(kind)[1]

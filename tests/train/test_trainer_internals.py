@@ -6,6 +6,8 @@ where what it is given means something else; the message names our method.
 
 import inspect
 import shlex
+import sys
+from pathlib import Path
 
 import accelerate
 import pytest
@@ -14,6 +16,7 @@ import transformers
 from transformers import Trainer
 
 from draft_heads.train import batches, checkpoints, log, stopping, training_arguments
+from draft_heads.train import run as train_run
 from draft_heads.train.trainer import DraftHeadTrainer
 from tests.internals import changed, overridden, parameters
 from tests.train.runs import run
@@ -147,3 +150,20 @@ def test_accelerates_loader_tells_the_sampler_which_epoch_begins(by_tokens):
         loader = torch.utils.data.DataLoader([0] * 8, sampler=order, batch_size=2)
     accelerate.Accelerator(cpu=True).prepare(loader).set_epoch(3)
     assert order.epoch == 3, changed("train/batches.py", "set_epoch of accelerate's loader", "does not reach a sampler")
+
+
+@pytest.mark.parametrize(
+    "environment, added, launcher",
+    [
+        ({}, (), Path(sys.executable).name),
+        ({"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}, (), "torchrun --nproc_per_node 4"),
+        ({"LOCAL_SIZE": "2"}, ("--local_rank=1",), "deepspeed --num_gpus 2"),
+    ],
+)
+def test_a_run_remembers_the_command_with_its_launcher(monkeypatch, environment, added, launcher):
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["/home/me/project/train/ctc.py", *added, "--target", "t"])
+    assert " ".join(train_run._command()) == f"{launcher} train/ctc.py --target t"

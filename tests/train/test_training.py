@@ -35,6 +35,8 @@ def test_a_run_leaves_a_head_with_its_history(uninterrupted):
     assert {"eval_loss", "eval_accuracy_1", "eval_accuracy_2"} <= set(provenance["metrics"])
     assert provenance["command"].split()[1] == "train/ctc.py"
     assert str(uninterrupted) in shlex.split(provenance["command"])
+    assert [provenance[part]["rows"] for part in ("trained", "held_out")] == [40, 8]  # of 48 distilled
+    assert 0 < provenance["held_out"]["answer_tokens"] < provenance["trained"]["answer_tokens"]
     (typed,) = re.findall(r"^    (\S+ train/ctc.py .*)", (head / "README.md").read_text(), re.MULTILINE)
     assert uninterrupted.name in shlex.split(typed)  # without this machine's folders
     assert len(losses(uninterrupted)) == 6
@@ -73,7 +75,7 @@ def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninte
     status, told = run_script(*command, "--heads", "nameless", "--output", str(tmp_path))
     assert status == 1 and "NAME=RUN/head" in told
     status, told = run_script(*command, "--heads", heads, "--output", str(tmp_path), "--rows", "48", "--overwrite")
-    assert status == 1 and "--rows 48 must leave rows" in told
+    assert status == 1 and "got 48, and mine held out 8; pass --rows 8" in told
 
 
 def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
