@@ -160,6 +160,7 @@ class BatchRun:
     ) -> None:
         """longest: tokens of the longest prompt and its answer; target_layers: whose outputs are wanted."""
         target.refresh()
+        check_vocabulary(drafter, target)  # the weights may have changed since the engine was made
         self.target, self.drafter, self.settings, self.longest = target, drafter, settings, longest
         self.clock = Clock()
         self.slots: list[_Slot | None] = [None] * drafter.slots
@@ -269,7 +270,6 @@ class BatchRun:
     def _free(self, index: int, slot: _Slot) -> Ended:
         self.slots[index] = None
         self._end[index] = 0
-        self.drafter.answered(slot.prompt, slot.answer.accept_lengths)
         states = [] if self._states is None else self._states.of(index, slot.prompt + len(slot.answer.tokens))
         return Ended(slot.index, slot.answer, *states)
 

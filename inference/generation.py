@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ class GenerationSettings:
     eos_token_ids   tokens that end an answer; None: the target's own
     stop_strings    texts that end an answer once the decoded answer contains one
     stop            function of the new tokens so far, asked after each: the length at which to cut them, or None. A
-                    larger length than theirs ends the answer later, a smaller one takes back what `stream` has given
+                    larger length than theirs ends the answer later, whatever is returned until then but a smaller one;
+                    a smaller length than theirs takes back what `stream` has given
     temperature     above 0: lossless sampling; 0: greedy
     top_k, top_p    sample among the most probable tokens only: so many (0: all), or of this total probability (1: all)
     seed            of sampling
@@ -71,8 +73,11 @@ class GenerationSettings:
             raise ValueError(
                 f"processors is a LogitsProcessorList or None; got {self.processors!r}; write LogitsProcessorList([…])"
             )
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more; got {self.temperature:g}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or more, and finite; got {self.temperature:g}; leave it out for "
+                "greedy decoding"
+            )
         if self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0):
             raise ValueError(
                 f"top_k and top_p need temperature above 0 (greedy decoding does not sample); got {self.top_k} "
@@ -211,6 +216,7 @@ class Stopper:
         self.ends = settings.ends(target)
         self.tokenizer = target.tokenizer
         self.limit = limit
+        self._cut = sys.maxsize  # the smallest length that `stop` returned
 
     def extend(self, answer: Generation, new: list[int], sources: list[int]) -> list[int]:
         """Add one target step's tokens to the answer up to its end; returns the added ones.
@@ -250,12 +256,12 @@ class Stopper:
         return len(before) + len(new), ""
 
     def _cut_by_rule(self, tokens: list[int]) -> int:
-        """The length at which `stop` cuts the tokens; one more than theirs where it does not."""
+        """The length at which `stop` cuts the tokens; more than theirs where it does not yet."""
         cut = None if self.settings.stop is None else self.settings.stop(tokens)
-        if cut is None:
-            return len(tokens) + 1
-        check_whole("what stop returns", cut, least=0, remedy="return a length, as len(tokens), or None to go on")
-        return int(cut)
+        if cut is not None:
+            check_whole("what stop returns", cut, least=0, remedy="return a length, as len(tokens), or None to go on")
+            self._cut = min(self._cut, int(cut))
+        return self._cut
 
     def _has_stop_string(self, tokens: list[int]) -> bool:
         stops = self.settings.stop_strings

@@ -9,7 +9,8 @@ Between messages:
     /reset            begin again
     /help, /quit      (or Ctrl-D); Ctrl-C ends an answer
 
-Without a terminal, messages are read from standard input line by line and accepted runs are written in [brackets].
+Without a terminal, messages are read from standard input line by line and accepted runs are written in [brackets];
+the exit status is 1 if one of them got no answer.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from itertools import groupby
 
-from draft_heads.configs.command_line import ends_on_ctrl_c, exit_status, parse_with_config
+from draft_heads.configs.command_line import ends_on_ctrl_c, exit_status, expand_home, parse_with_config
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from draft_heads.configs.options import use_threads
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
@@ -59,7 +61,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of sampling; each answer adds one (default 0)")
     options = parse_with_config(parser, arguments, ("target",))
     check_positive(options, "max_nodes", "max_new_tokens")
+    if not 0 <= options.seed < 2**62:  # each answer adds one
+        raise ValueError(f"--seed must be at least 0 and below 2^62; got {options.seed}; write for example 0")
     settings(options, 0)
+    options.specs = distinct_specs(options.drafters)  # what cannot be read is told before the target is loaded
     return options
 
 
@@ -75,7 +80,7 @@ class Chat:
 
     def __init__(self, target: Target, options: argparse.Namespace) -> None:
         self.target, self.options = target, options
-        self.specs = {spec.name: spec for spec in distinct_specs(options.drafters)}
+        self.specs = {spec.name: spec for spec in options.specs}
         self.specs.setdefault("vanilla", DrafterSpec.parse("vanilla"))
         self.engines: dict[str, DecodingEngine] = {}
         self.use(next(iter(self.specs.values())))
@@ -89,14 +94,21 @@ class Chat:
 
     def use(self, spec: DrafterSpec) -> None:
         """Draft with it from now on, by an engine that is built when first needed; ValueError if it cannot be."""
-        if spec.name not in self.engines or self.specs[spec.name] is not spec:
+        if spec.name not in self.engines:
             drafter = build_drafter(spec, self.target, self.options.max_nodes)
             self.engines[spec.name] = DecodingEngine(self.target, drafter)
         self.specs[spec.name], self.drafter = spec, spec.name
 
     def switch(self, text: str) -> str:
-        """Use another drafter, if one is named; returns the names of all, the one in use in brackets."""
-        self.use(self.specs.get(text or self.drafter) or DrafterSpec.parse(text))
+        """Use another drafter, if one is named; returns the names of all, the one in use in brackets. ValueError for
+        a new one under a name that another has."""
+        spec = self.specs.get(text or self.drafter) or DrafterSpec.parse(expand_home(text))
+        if (known := self.specs.get(spec.name, spec)) != spec:
+            raise ValueError(
+                f"drafters must have different names; {spec.name!r} is another's; got {text!r}; give it a name of its "
+                f"own, as in new={text.partition('=')[2] or text}"
+            )
+        self.use(known)
         return ", ".join(f"({name})" if name == self.drafter else name for name in self.specs)
 
     def command(self, line: str) -> str | None:
@@ -175,8 +187,10 @@ def write(chat: Chat, message: str) -> None:
     print(f"\n{summary}", flush=True)
 
 
-def run() -> None:
-    options = parse()
+def run() -> bool:
+    """False where a line could not be done that came without a terminal."""
+    options, failed = parse(), False
+    use_threads(options.threads)
     chat = Chat(load_target(options), options)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no UTF-8 get a sentence when they are rendered
@@ -186,20 +200,22 @@ def run() -> None:
     while True:
         try:
             line = console.input(Text("> ", "bold")) if console.is_terminal else input()
+            line = line.removeprefix("\ufeff")  # the byte order mark with which a file may begin
         except (EOFError, KeyboardInterrupt):
-            return
+            return not failed
         try:
             if line.startswith("/"):
                 reply: str | None = "interrupted"
                 with ends_on_ctrl_c() if console.is_terminal else nullcontext():
                     reply = chat.command(line.strip())
                 if reply is None:
-                    return
+                    return not failed
                 print(reply)
             elif line.strip():
                 show(chat, line, console) if console.is_terminal else write(chat, line)
         except (ValueError, ConversationError, FileNotFoundError) as error:
             print(error, file=sys.stderr)
+            failed = not console.is_terminal
 
 
 if __name__ == "__main__":

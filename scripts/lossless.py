@@ -4,12 +4,15 @@
         --output runs/lossless --dtype float64
 
 Writes lossless.json to --output. Exit status 0 only when no difference is unexplained, 1 when one is, 2 when
-it cannot run. A near tie counts as explained: in the next higher precision the two logits are almost equal.
+it cannot run or nothing could be compared. A near tie counts as explained: in the next higher precision the two logits
+are almost equal. A turn whose prompt does not fit the context is skipped, with those after it: it is counted aloud and
+changes no exit status while other turns were compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -42,18 +45,25 @@ def run(options: argparse.Namespace) -> bool:
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts, "lossless.json")
     if evaluation is None:
         return True  # the first process judges
+    asked = sum(len(question.turns) for benchmark in benchmarks for question in benchmark.questions)
     results = []
     for name in evaluation.drafters:
         counts = lossless_counts([record for record in evaluation.records if record.drafter == name])
         figures = {"tokens": counts.tokens, "flips_per_1000_tokens": counts.flips_per_1000_tokens}
         named = {"drafter": name, "kind": evaluation.kinds.get(name), "lossy": name in evaluation.lossy}
-        results.append({**named, **counts.as_dict(), **figures})
+        results.append({**named, "asked": asked, "skipped": asked - len(counts.judged), **counts.as_dict(), **figures})
     differences = [describe_difference(record, target) for record in evaluation.records if record.difference]
-    measured = {"noise": evaluation.noise, "results": results, "differences": differences}
+    measured = {"noise": finite(evaluation.noise), "results": results, "differences": differences}
     report = {**describe_run(options, target), **measured, "environment": environment(str(target.device))}
     write_json(options.output / "lossless.json", report)
     parts.clear()
     console.print(table(results))
+    if skipped := max(row["skipped"] for row in results):
+        console.print(
+            f"{skipped} of {asked} turns were skipped and not compared: a prompt must fit the target's "
+            f"{target.max_positions} positions",
+            soft_wrap=True,
+        )
     unexplained = [difference for difference in differences if not difference["near_tie"]]
     for difference in unexplained[:SHOWN]:
         console.print(sentence(difference))
@@ -77,13 +87,20 @@ def describe_difference(record: TurnRecord, target: Target) -> dict[str, Any]:
         "turn": record.turn + 1,
         **{key: getattr(difference, key) for key in ("position", "near_tie", "expected", "received")},
         **texts,
-        **{"gap": difference.gap, "noise": difference.noise, "context": target.tokenizer.decode(before)},
+        **{name: finite(getattr(difference, name)) for name in ("gap", "noise")},
+        "context": target.tokenizer.decode(before),
     }
+
+
+def finite(value: float | None) -> float | None:
+    """The value; None where JSON has no number for it: a logits processor excluded one of two tokens."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def sentence(difference: dict[str, Any]) -> str:
     """One unexplained difference for the terminal."""
-    size = "" if difference["gap"] is None else ", gap {gap:.3g}, noise {noise:.3g}".format(**difference)
+    sizes = {name: difference[name] for name in ("gap", "noise") if difference[name] is not None}
+    size = "".join(f", {name} {value:.3g}" for name, value in sizes.items())
     return (
         f"{difference['drafter']}: {difference['benchmark']} question {difference['question_id']}, turn "
         f"{difference['turn']}, new token {difference['position']}: expected {difference['expected']} "
@@ -94,9 +111,9 @@ def sentence(difference: dict[str, Any]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Counts per drafter."""
-    shown = Table("drafter", "turns", "identical", "near ties", "unexplained", "tokens", "flips per 1,000")
+    shown = Table("drafter", "turns", "skipped", "identical", "near ties", "unexplained", "tokens", "flips per 1,000")
     for row in rows:
-        keys = ("turns", "identical_turns", "near_ties", "unexplained", "tokens")
+        keys = ("turns", "skipped", "identical_turns", "near_ties", "unexplained", "tokens")
         cells = [shown_name(row), *(str(row[key]) for key in keys), f"{row['flips_per_1000_tokens']:.2f}"]
         shown.add_row(*cells, style="red" if row["unexplained"] else None)
     return shown

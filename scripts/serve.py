@@ -21,7 +21,9 @@ from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
-from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.configs.options import use_threads
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings, TextPieces
 from draft_heads.scripts.decoding_options import MAX_NODES_HELP, check_positive, load_target, target_parser
@@ -48,7 +50,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parse_with_config(parser, arguments, ("target",))
     check_positive(options, "max_nodes", "max_new_tokens", "max_waiting", "max_body_kib", "shutdown_seconds")
     if not 0 <= options.port < 2**16:
-        raise ValueError(f"--port must lie in 0…65535; got {options.port}")
+        raise ValueError(f"--port must lie in 0…65535; got {options.port}; write for example 8000")
     GenerationSettings(temperature=options.temperature)
     return options
 
@@ -71,11 +73,14 @@ def run() -> bool:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for name in ("httpx", "httpx2"):  # huggingface_hub's, by its version: a line per request
         logging.getLogger(name).setLevel(logging.WARNING)
+    use_threads(options.threads)
+    spec = DrafterSpec.parse(options.drafter)
     target = load_target(options)
-    drafter = build_drafter(DrafterSpec.parse(options.drafter), target, options.max_nodes)
     TextPieces(target.tokenizer)  # a target without a fast tokenizer is refused now
+    builder = DrafterBuilder(target, options.max_nodes)
+    drafter = builder.build(spec)
     engine = DecodingEngine(target, drafter)
-    engine.generate([target.end_token_ids[0] if target.end_token_ids else 0], GenerationSettings(8))
+    warm_up(engine, builder.build(spec) if drafter.carries_over else drafter)
     if not target.tokenizer.chat_template:
         print(
             "the target's tokenizer has no chat template: /v1/chat/completions refuses every request, /v1/completions "
@@ -94,6 +99,17 @@ def run() -> bool:
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended by then
         server.run()
     return server.started
+
+
+def warm_up(engine: DecodingEngine, drafter: Drafter) -> None:
+    """Decode a dummy text, so that the first request does not wait for what is made once: compiled code, graphs.
+
+    drafter: the engine's, or one like it, where the engine's would learn from the text
+    """
+    own = engine.drafter
+    engine.drafter = engine.steps.drafter = drafter
+    engine.generate([engine.target.end_token_ids[0] if engine.target.end_token_ids else 0], GenerationSettings(8))
+    engine.drafter = engine.steps.drafter = own
 
 
 def api_key(options: argparse.Namespace) -> str | None:

@@ -138,9 +138,6 @@ class Drafter(ABC):
     def propose(self) -> DraftTree:
         """Draft continuations of the B base tokens: trees [B, M]; that of a slot without a text is never read."""
 
-    def answered(self, prompt_tokens: int, accept_lengths: Sequence[int]) -> None:  # noqa: B027
-        """A whole answer was decoded: how long its prompt was, and the new tokens of each step; nothing by default."""
-
     def settings(self) -> dict[str, Any]:
         """Every option with its value, for reports."""
         return asdict(self.options)
@@ -242,10 +239,6 @@ class SlotLoop(Drafter):
             if self._proposed[index] is not None:
                 self._proposed[index] = drafter.propose()
         return DraftTree.stack([self._none if tree is None else tree for tree in self._proposed])
-
-    def answered(self, prompt_tokens: int, accept_lengths: Sequence[int]) -> None:
-        """See `Drafter.answered`."""
-        self.each[0].answered(prompt_tokens, accept_lengths)
 
     def settings(self) -> dict[str, Any]:
         """See `Drafter.settings`; they are alike."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+import torch
+
 from draft_heads.configs.options import check_number, check_options, check_whole, option, option_names, value_types
+
+logger = logging.getLogger(__name__)
 
 TUNED_REMEDY = "write it after a head or Ouroboros, as in ctc=RUN/head,tuned=FILE"
 
@@ -53,7 +59,7 @@ def read_options(kind: str, options_type: type[Options], words: Mapping[str, str
             f"unknown option {', '.join(unknown)} of a {kind} drafter; valid are {', '.join(sorted(valid)) or 'none'}"
         )
     given = {name: _value(name, hints[name], text) for name, text in words.items() if name != "tuned"}
-    tuned = _tuned_values(options_type, words["tuned"]) if "tuned" in words else {}
+    tuned = _tuned_values(kind, options_type, words["tuned"]) if "tuned" in words else {}
     return options_type(**{**defaults, **tuned, **given})
 
 
@@ -67,7 +73,7 @@ def _value(name: str, hint: Any, text: str) -> Any:
         raise ValueError(f"drafter option {name} must be {number.format(text)}") from None
 
 
-def _tuned_values(options_type: type[DrafterOptions], path: str) -> dict[str, Any]:
+def _tuned_values(kind: str, options_type: type[DrafterOptions], path: str) -> dict[str, Any]:
     """The values that the option tuned=FILE reads from a tuning script's file."""
     hints = get_type_hints(options_type)
     types = {name: value_types(hints[name])[0] for name in options_type.tuned}
@@ -75,8 +81,55 @@ def _tuned_values(options_type: type[DrafterOptions], path: str) -> dict[str, An
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         for name, to_type in types.items():
             (check_whole if to_type is int else check_number)(name, values[name])
-        return {name: to_type(values[name]) for name, to_type in types.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        tuned = {name: to_type(values[name]) for name, to_type in types.items()}
+        made_for_kind = values.get(MADE_FOR, {}).get("kind", kind)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"tuned= needs a file of {options_type.tuned_by} with {' and '.join(types)}; {path} is not one ({error})"
         ) from None
+    if made_for_kind != kind:
+        raise _tuned_for_another("kind of drafter", path, made_for_kind, kind)
+    return tuned
+
+
+# ---- what a file of tuned= was made for --------------------------------------------------------------------------
+
+MADE_FOR = "made_for"
+"""The key of a tuning script's file under which `made_for` stands."""
+
+
+def made_for(kind: str, loaded: str, loaded_hash: str, target: Any) -> dict[str, Any]:
+    """What a drafter was tuned for.
+
+    loaded  the path of its head or draft model; loaded_hash: the `weights_hash` of it; target: the `Target`
+    """
+    device = target.device
+    return {
+        "kind": kind,
+        "loaded": loaded,
+        "loaded_weights_hash": loaded_hash,
+        "target": target.name,
+        "target_weights_hash": target.fingerprint()["weights_hash"],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+    }
+
+
+def check_made_for(path: str, now: Mapping[str, Any]) -> None:
+    """ValueError for a file of tuned= that was made for another head, draft model or target than what is used `now`; a
+    line for one that was made on another device, and for one of an older version, which does not say for what."""
+    known = json.loads(Path(path).read_text(encoding="utf-8")).get(MADE_FOR)
+    if known is None:
+        logger.info(f"{path} does not say for which drafter and target it was tuned; it is used as it is")
+        return
+    for name, what in (("loaded", "head or draft model"), ("target", "target")):
+        if known.get(f"{name}_weights_hash") != now[f"{name}_weights_hash"]:
+            raise _tuned_for_another(what, path, known.get(name), f"{now[name]}, of other weights")
+    if known.get("device") != now["device"]:
+        logger.info(f"{path} was tuned on {known.get('device')}, this is {now['device']}: other settings may be faster")
+
+
+def _tuned_for_another(what: str, path: str, known: Any, now: str) -> ValueError:
+    return ValueError(
+        f"a file of tuned= must be made for the same {what}; {path} was made for {known}; got {now}; tune again for "
+        "this one, or leave tuned= out"
+    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_heads.configs.options import check_whole, option_names
+from draft_heads.data.fingerprint import weights_hashes
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.base import Drafter, SlotLoop
@@ -20,7 +21,14 @@ from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.hybrid.hybrid import OF_NGRAMS_ALONE, HybridDrafter, HybridOptions
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
-from draft_heads.inference.drafters.options import TUNED_REMEDY, DrafterOptions, TreeOptions, read_options
+from draft_heads.inference.drafters.options import (
+    TUNED_REMEDY,
+    DrafterOptions,
+    TreeOptions,
+    check_made_for,
+    made_for,
+    read_options,
+)
 from draft_heads.inference.drafters.text.lookahead import LookaheadOptions
 from draft_heads.inference.drafters.words import is_loadable, kind_at, split_pairs, split_parts
 from draft_heads.inference.target.target import Target
@@ -93,6 +101,8 @@ class DrafterSpec:
         if name == "tuned":
             raise ValueError(f"tuned=FILE is no drafter but an option of one; got {text!r}; {TUNED_REMEDY}")
         parts = tuple(cls._part(fields, name, text) for fields in split_parts(rest or name))
+        if name == "vanilla" and parts != (DrafterPart("vanilla"),):
+            raise ValueError(f"the name vanilla is that of decoding without drafts; got {text!r}; rename the drafter")
         spec = cls(name, parts)
         options_of(spec)  # checked before anything is loaded
         return spec
@@ -143,12 +153,18 @@ class DrafterBuilder:
         check_whole("slots", slots, least=1, remedy="1 drafts for one text at a time")
         self.target, self.max_nodes, self.slots = target, max_nodes, slots
         self._heads: dict[str, DraftHead] = {}
+        self._hashes: dict[str, str] = {}  # of the weights of heads as they were loaded
         self._models: dict[str, Target] = {}
 
     def build(self, spec: DrafterSpec) -> Drafter:
         """See `build_drafter`."""
         own, options = options_of(spec, self.max_nodes)
         drafters = [self._of_all_slots(part, chosen) for part, chosen in zip(spec.parts, options)]
+        for part in spec.parts:
+            if "tuned" in part.options:
+                model = self._models.get(part.path)
+                hashed = self._hashes[part.path] if model is None else model.fingerprint()["weights_hash"]
+                check_made_for(part.options["tuned"], made_for(part.kind, part.path, hashed, self.target))
         if len(drafters) == 1:
             return drafters[0]
         kinds = [part.kind for part in spec.parts]
@@ -167,7 +183,9 @@ class DrafterBuilder:
 
     def head(self, kind: str, path: str) -> DraftHead:
         if path not in self._heads:
-            head = load_head(path, self.target.fingerprint()).to(self.target.device, self.target.dtype)
+            head = load_head(path, self.target.fingerprint())
+            self._hashes[path] = weights_hashes(head)["weights_hash"]
+            head = head.to(self.target.device, self.target.dtype)
             if head.config.kind != kind:
                 raise ValueError(
                     f"a {kind} drafter needs a {kind} head; {path} holds one of kind {head.config.kind}; leave the "

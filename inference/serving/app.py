@@ -27,11 +27,27 @@ from draft_heads.inference.serving.worker import Job, Piece, Worker
 CLIENT_LEFT = 499  # nginx's status for a client that disconnected; nobody receives it
 
 
-class BodyLimit:
-    """Middleware: refuses a body larger than `limit` bytes before it is read whole, and counts responses."""
+class CountedApp(FastAPI):
+    """Counts its responses, those of errors that no handler foresees among them."""
 
-    def __init__(self, app: ASGIApp, limit: int, metrics: ServerMetrics) -> None:
-        self.app, self.limit, self.metrics = app, limit, metrics
+    metrics: ServerMetrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI interface."""
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.count(scope, message["status"])
+            await send(message)
+
+        await super().__call__(scope, receive, send_counted)
+
+
+class BodyLimit:
+    """Middleware: refuses a body larger than `limit` bytes before it is read whole."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app, self.limit = app, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
@@ -45,13 +61,7 @@ class BodyLimit:
                 raise HTTPException(413, f"a request may have {self.limit} bytes; this one has more; send less text")
             return message
 
-        async def send_counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                path = getattr(scope.get("route"), "path", "other")
-                self.metrics.requests.labels(path, message["status"]).inc()
-            await send(message)
-
-        await self.app(scope, receive_limited, send_counted)
+        await self.app(scope, receive_limited, send)
 
 
 class EventStream(StreamingResponse):
@@ -99,8 +109,9 @@ def create_app(
         yield
         await asyncio.to_thread(worker.close)
 
-    app = FastAPI(title="draft-heads", lifespan=lifespan)
-    app.add_middleware(BodyLimit, limit=max_body_bytes, metrics=worker.metrics)
+    app = CountedApp(title="draft-heads", lifespan=lifespan)
+    app.metrics = worker.metrics
+    app.add_middleware(BodyLimit, limit=max_body_bytes)
     add_error_handlers(app)
     api = APIRouter(prefix="/v1", route_class=guarded_route(api_key))
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "draft-heads"}

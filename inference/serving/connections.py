@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from draft_heads.inference.serving.errors import APIError
+from draft_heads.inference.serving.prometheus import TIMED_OUT, ServerMetrics
 from draft_heads.inference.serving.worker import Worker
 
 REQUEST_SECONDS = 60.0
@@ -24,6 +25,7 @@ class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """
 
     request_seconds = REQUEST_SECONDS
+    metrics: ServerMetrics
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -56,6 +58,10 @@ class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if not self._awaits_request or self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            if self.cycle is None or self.cycle.response_complete:
+                self.metrics.count({}, 408)
+            else:  # the server still waits for the body; it counts this
+                self.cycle.scope[TIMED_OUT] = True
             message = f"a request must arrive whole within {self.request_seconds:g} seconds; send it again"
             body = json.dumps(APIError(408, message).body()).encode()
             head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -69,7 +75,7 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, worker: Worker, seconds: float, request_seconds: float = REQUEST_SECONDS, **options: Any
     ) -> None:
-        protocol = type("Protocol", (TimedProtocol,), {"request_seconds": request_seconds})
+        protocol = type("Protocol", (TimedProtocol,), {"request_seconds": request_seconds, "metrics": worker.metrics})
         # The extra time is for clients that are slow to read the error.
         super().__init__(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=int(seconds) + 5, **options))
         self._worker, self._seconds = worker, seconds

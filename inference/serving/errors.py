@@ -12,6 +12,9 @@ from starlette.exceptions import HTTPException
 
 logger = logging.getLogger(__name__)
 
+UNION_TYPES = ("str", "list[str]", "list[int]", "list[list[int]]", "list[dict[str,any]]")
+"""What pydantic adds to the place of an error in a parameter of several types."""
+
 
 class APIError(Exception):
     """An answer in the API's form of errors."""
@@ -42,11 +45,14 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        unknown_key = first["type"] == "extra_forbidden"  # which may be named as a type is
         parts = map(str, first["loc"][1:])
-        where = ".".join(part for part in parts if part != "str" and "[" not in part)  # without types of a union
+        where = ".".join(part for part in parts if unknown_key or part not in UNION_TYPES)
         message = first["msg"].removeprefix("Value error, ")
         if not where and first["type"] != "value_error":
             message = "the body must be a JSON object, sent with `Content-Type: application/json`"
+        if not where and first["type"] == "string_unicode":
+            message = "the body's keys must be valid Unicode; leave out the one that is not"
         if first["type"] == "json_invalid":
             where, message = "", f"the body must be JSON; {first.get('ctx', {}).get('error', 'it is not')}"
         return APIError(400, f"{where}: {message}" if where else message, "invalid_request", where or None).response()

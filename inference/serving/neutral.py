@@ -16,6 +16,7 @@ _SWITCHES = (
     *("return_full_text", "watermark", "post_sampling_probs", "return_tokens", "return_progress"),
     *("timings_per_token",),
 )
+_PENALTIES = ("repetition_penalty", "repeat_penalty")
 _LISTS = ("tools", "functions", "bad_words", "logits_processors", "documents", "lora", "image_data")
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -36,14 +37,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Parameter → the values that change nothing. null never does: clients send it for what they leave out."""
 
-CHECKPOINTS: dict[str, tuple[str, float]] = {
-    "repetition_penalty": ("repetition_penalty", 1),
-    "repeat_penalty": ("repetition_penalty", 1),
-    "min_tokens": ("min_new_tokens", 0),
-    "min_new_tokens": ("min_new_tokens", 0),
+CHECKPOINTS: dict[str, tuple[str, float, tuple[str, ...]]] = {
+    **{name: ("repetition_penalty", 1, ("encoder_repetition_penalty",)) for name in _PENALTIES},
+    **{name: ("min_new_tokens", 0, ("min_length",)) for name in ("min_tokens", "min_new_tokens")},
 }
-"""Parameter → the checkpoint's own generation setting that decides instead, and what holds where it has none. A request
-may say what holds anyway; nothing else is neutral."""
+"""Parameter → the checkpoint's own generation setting that decides instead, what holds where it has none, and settings
+beside which the parameter has no value that says what holds. A request may say what holds anyway; nothing else is
+neutral."""
 
 WHOLE_TEXT: dict[str, float] = {"repeat_last_n": -1, "penalize_nl": True}
 """Parameter of llama.cpp → the value with which a repetition penalty is what it is here: of the whole text. Where the

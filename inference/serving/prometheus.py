@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from draft_heads.inference.generation import Generation
 
+TIMED_OUT = "draft_heads.timed_out"
+"""In the ASGI scope of a request whose body did not arrive in time, so that nobody receives its response."""
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -19,7 +22,8 @@ class ServerMetrics:
         own: Any = {"namespace": "draft_heads", "registry": self.registry}
         self.requests = Counter("requests", "Requests answered", ("path", "status"), **own)
         self.abandoned = Counter("abandoned", "Answers whose client left first", **own)
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **own)
+        self.failed = Counter("failed", "Answers that ended with an error, also in a stream that began well", **own)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts, for each answer to one", **own)
         self.new_tokens = Counter("new_tokens", "Tokens of answers", **own)
         self.steps = Counter("target_steps", "Forwards of the target", **own)
         depths = tuple(range(max_depth + 1))
@@ -28,7 +32,8 @@ class ServerMetrics:
         self.beta.set_function(lambda: self._tokens / max(1, self._steps))
         self.waiting = Gauge("waiting", "Answers that wait for the engine", **own)
         self.running = Gauge("running", "Answers that the engine decodes", **own)
-        self.first_token = Histogram("first_token_seconds", "From a request to its first token", buckets=SECONDS, **own)
+        told = "From a request to the first token of each answer to it"
+        self.first_token = Histogram("first_token_seconds", told, buckets=SECONDS, **own)
         self.seconds = Histogram("request_seconds", "From a request to its end", ("path",), buckets=SECONDS, **own)
         self._tokens = self._steps = 0
 
@@ -41,6 +46,11 @@ class ServerMetrics:
         self.steps.inc(len(accept_lengths))
         for accepted in answer.accepted:
             self.accepted.observe(accepted)
+
+    def count(self, scope: Mapping[str, Any], status: int) -> None:
+        """Count a response to the request of an ASGI scope."""
+        path = getattr(scope.get("route"), "path", "other")
+        self.requests.labels(path, 408 if TIMED_OUT in scope else status).inc()
 
     def text(self) -> bytes:
         """All metrics in the exposition format."""

@@ -135,10 +135,12 @@ class DecodingRequest(BaseModel):
 
     def _check_checkpoints_own(self, target: Target) -> None:
         own = processor_settings(getattr(target.model, "generation_config", None))
-        for name, (field, unset) in CHECKPOINTS.items():
-            asked, holds = getattr(self, name), own.get(field, unset)
-            if asked is not None and asked != holds:
-                why = f"the checkpoint's own {field} is {holds:g}" if field in own else f"{name} is not supported"
+        for name, (field, unset, others) in CHECKPOINTS.items():
+            asked = getattr(self, name)
+            decide = [one for one in (field, *others) if one in own and (one != field or own[one] != asked)]
+            if asked is not None and (decide or asked != own.get(field, unset)):
+                whys = [f"the checkpoint's own {one} is {own[one]:g}" for one in decide]
+                why = whys[0] if whys else f"{name} is not supported"
                 raise unusable(name, f"{why}; got {asked:g}; leave {name} out")
         for name, whole in WHOLE_TEXT.items() if "repetition_penalty" in own else ():
             if (given := getattr(self, name)) not in (None, whole):
@@ -192,6 +194,9 @@ class ChatRequest(DecodingRequest):
 
     def limit(self, server: ServerLimits) -> tuple[str, int]:
         if self.max_completion_tokens:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                given = f"got {self.max_tokens} and {self.max_completion_tokens}; leave one of them out"
+                raise unusable("max_tokens", f"max_tokens and max_completion_tokens must be the same limit; {given}")
             return "max_completion_tokens", self.max_completion_tokens
         return super().limit(server)
 

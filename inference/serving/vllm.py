@@ -42,6 +42,10 @@ _METHODS = {
 """Methods of vLLM's `GPUModelRunner` that are wrapped, and the arguments that are read."""
 
 
+_OPTIONS = ("draft_head", "draft_context", "draft_layers")
+"""Keys of `additional_config`; `load_model` writes the last."""
+
+
 class _Step(NamedTuple):
     """A step of the runner: states [N, H], and [N, H] of each of k layers; the first row of each request, and N."""
 
@@ -65,6 +69,11 @@ class HeadProposer:
                 f"HeadProposer needs the folder or hub id of a head; additional_config has draft_head={path!r}; pass "
                 '--additional-config \'{"draft_head": "RUN/head"}\''
             )
+        if unknown := sorted(name for name in options if name.startswith("draft_") and name not in _OPTIONS):
+            raise ValueError(
+                f"additional_config has draft_head and draft_context for HeadProposer; got {unknown[0]}; rename it or "
+                "leave it out"
+            )
         parallel = vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             raise ValueError(
@@ -82,9 +91,11 @@ class HeadProposer:
         self._target = model.model
         self._dtype = model.dtype
         self._limit = int(model.max_model_len)
-        self._context = options.get("draft_context", self._limit)
-        check_whole("draft_context", self._context, least=1, remedy="leave it out for max_model_len")
         self._tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._context = options.get("draft_context", self._limit)
+        if "draft_context" in options:  # of a text that is longer, half is kept: room for a step of it and its drafts
+            least = 2 * (self._tokens + 1)
+            check_whole("draft_context", self._context, least, "leave it out for max_model_len")
         self._requests = int(vllm_config.scheduler_config.max_num_seqs)
         self._cached_prefix = False
         self._step: _Step | None = None

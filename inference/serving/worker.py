@@ -141,6 +141,8 @@ class Worker:
         with self._changed:
             self._closed = True
             for job in [*self._waiting, *([self._running] if self._running else [])]:
+                if not job.cancelled.is_set():
+                    self.metrics.failed.inc()
                 job.cancelled.set()
                 job.deliver(APIError(503, SHUTTING_DOWN))
             self._waiting.clear()
@@ -169,6 +171,7 @@ class Worker:
                 self._answer(job)
             except Exception as error:
                 logger.exception("a request failed")
+                self.metrics.failed.inc()
                 job.deliver(APIError(500, f"decoding failed: {error}"))
 
     def _answer(self, job: Job) -> None:

@@ -17,6 +17,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts import chat
+from tests.inference.models import make_head
 from tests.running import ROOT
 
 FIRST, SECOND = "Name a fruit.", "Tell me a story about a cat."
@@ -85,14 +86,39 @@ def test_commands(monkeypatch, capsys):
     assert "/drafter [NAME]" in printed.out and "there is no /what; /help lists the commands" in printed.out
 
 
-def test_a_name_in_use_gets_another_drafter(target):
-    chat_with = chat.Chat(target, chat.parse(["--target", "t", "--drafters", "ngram"]))
+def test_a_name_in_use_is_no_other_drafters(target):
+    chat_with = chat.Chat(target, chat.parse(["--target", "t", "--drafters", "ngram,k=3"]))
     before = chat_with.engines["ngram"]
-    assert chat_with.switch("ngram,k=2") == "(ngram), vanilla"
-    assert chat_with.engines["ngram"] is not before and chat_with.engines["ngram"].drafter.max_nodes == 2
+    assert chat_with.switch("ngram,k=3") == chat_with.switch("ngram") == "(ngram), vanilla"
+    for words in ("ngram,k=2", "ngram=medusa:no/such/head"):
+        with pytest.raises(ValueError, match=r"must have different names; 'ngram' is another's; got .*; give it a"):
+            chat_with.switch(words)
+    assert chat_with.engines["ngram"] is before and chat_with.drafter == "ngram"
     with pytest.raises(ValueError):
-        chat_with.switch("ngram=medusa:/no/such/head")
-    assert chat_with.engines["ngram"].drafter.max_nodes == 2
+        chat_with.switch("new=medusa:no/such/head")
+    assert chat_with.switch("") == "(ngram), vanilla"
+
+
+def test_the_path_of_a_new_drafter_may_begin_with_the_home_folder(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_head(target, target_fingerprint=target.fingerprint()).save_pretrained(tmp_path / "head")
+    chat_with = chat.Chat(target, chat.parse(["--target", "t"]))
+    assert chat_with.switch("ctc=~/head") == "ngram, vanilla, (ctc)"
+
+
+@pytest.mark.parametrize(("lines", "good"), [([FIRST], True), (["bad </s>", FIRST], False), (["/what"], True)])
+def test_a_message_without_an_answer_fails_the_program(target, monkeypatch, capsys, lines, good):
+    monkeypatch.setattr(sys, "argv", ["chat.py", "--target", "tests/tiny_target", "--max_new_tokens", "24"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    assert chat.run() is good
+    assert answers(capsys.readouterr().out) == (alone(target, FIRST) if FIRST in lines else [])
+
+
+def test_a_byte_order_mark_is_no_text(target, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chat.py", "--target", "tests/tiny_target", "--max_new_tokens", "24"])
+    lines = b"\xef\xbb\xbf" + FIRST.encode() + b"\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    assert chat.run() and answers(capsys.readouterr().out) == alone(target, FIRST)
 
 
 def test_bytes_that_are_no_text_get_a_sentence_and_the_chat_goes_on(target, monkeypatch, capsys):
@@ -113,7 +139,7 @@ def test_an_interrupted_answer_stays_in_the_conversation(target):
 
 
 def test_bad_options_get_sentences():
-    for wrong in (["--max_new_tokens", "0"], ["--temperature", "-1"], ["--top_p", "0.5"]):
+    for wrong in (["--max_new_tokens", "0"], ["--temperature", "-1"], ["--top_p", "0.5"], ["--seed", "-1"]):
         with pytest.raises(ValueError, match=wrong[0].lstrip("-")):
             chat.parse(["--target", "tests/tiny_target", *wrong])
 

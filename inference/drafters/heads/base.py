@@ -6,6 +6,7 @@ tokens.
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
@@ -151,6 +152,7 @@ class HeadDrafter(Drafter):
     prefill.
 
     length  [B] int64, the committed tokens of each text that it has observed
+    long_texts  counts its steps beyond the training's rows; None: a hybrid does, by what this part alone drafted
     caches  of what the head's blocks have read
     view    of the target, as it is when a text begins; with `reads_lm_head` of the head's draft vocabulary only
 
@@ -196,9 +198,11 @@ class HeadDrafter(Drafter):
         self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
         self.slots = slots
-        self._long_texts = LongTexts(self.kind, head.config.trained_length)
+        self.long_texts: LongTexts | None = LongTexts(self.kind, head.config.trained_length)
+        self._beyond = torch.zeros(2, dtype=torch.long, device=view.device)  # the counts of `long_texts`, for its `set`
         self._lengths = torch.ones(slots, dtype=torch.long, device=view.device)  # a slot without a text drafts too
         self.length = self._lengths
+        self._visible_length = sys.maxsize
         self.state: tuple[Tensor, ...] = ()  # [B, …] each
         self._caches, self._after = caches, after
         self._kept: list[BlockCache | RotationTable] = [*caches]
@@ -230,18 +234,17 @@ class HeadDrafter(Drafter):
         """See `Drafter.from_options`."""
         return cls.for_target(build.head(cls.kind, path), build.target, slots=build.slots, **options)
 
-    def answered(self, prompt_tokens: int, accept_lengths: Sequence[int]) -> None:
-        """See `Drafter.answered`; says once that drafts are not accepted beyond the length of the training's rows."""
-        self._long_texts.add(prompt_tokens, accept_lengths)
-
     def settings(self) -> dict[str, Any]:
         """See `Drafter.settings`; with the temperature in use, also where it is the checkpoint's."""
         return {**super().settings(), "tree_temperature": self.head.config.tree_temperature}
 
     def memory(self) -> list[Tensor]:
-        return [self._lengths, *(buffer for kept in self._kept for buffer in kept.memory())]
+        return [self._lengths, self._beyond, *(buffer for kept in self._kept for buffer in kept.memory())]
 
     def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
+        """See `Drafter.begin`; says once that drafts are not accepted beyond the length of the training's rows."""
+        if self.long_texts is not None and self.long_texts.trained_length:
+            self.long_texts.set(*self._beyond.tolist())
         self.view = self._of_draft_vocab(self.view.current())
         self.length[slot : slot + 1].zero_()
         self.reserve(capacity)
@@ -264,6 +267,7 @@ class HeadDrafter(Drafter):
             cache.use_texts(count)
 
     def set_visible_length(self, tokens: int) -> None:
+        self._visible_length = tokens
         for cache in self._caches:
             cache.set_visible_length(tokens + self._after)
 
@@ -271,6 +275,10 @@ class HeadDrafter(Drafter):
         every = slot is None or self.slots == 1
         texts = slice(None) if slot is None or every else slice(slot, slot + 1)
         states = self.read(step, texts)
+        trained = self.long_texts.trained_length if self.long_texts is not None else 0
+        if slot is None and 0 < trained < self._visible_length:
+            beyond = step.count * (self.length >= trained)
+            self._beyond.add_(torch.stack([(beyond > 0).sum(), beyond.sum()]))
         self.length[texts].add_(step.count)
         if not every:
             before = self.state or [state.expand(self.slots, *state.shape[1:]) for state in states]

@@ -43,9 +43,7 @@ class KGramCache:
     """
 
     def __init__(self, size: int) -> None:
-        """size: entries that stay on the device."""
-        if size < 1:
-            raise ValueError(f"kgram_cache must be 0 (off) or the number of entries, at least 1; got {size}")
+        """size: entries that stay on the device, at least 1."""
         self.size = size
         self.table: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()  # [H] each, the least recently used first
         self.evicted: dict[tuple[int, ...], Tensor] = {}  # in host memory

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from draft_heads.heads.prefix_scores import PrefixState, child_scores, empty_prefix, extend, from_entry, runs
 from draft_heads.heads.windows import rows_at
-from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.target.host_sync import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, TokenTrie
@@ -34,20 +33,18 @@ def build_tree(
     log_probs: Tensor,
     max_nodes: int,
     mode: str = "prefix",
-    max_depth: int | None = None,
     vocabulary: Tensor | None = None,
     bias_of: Callable[[Tensor | None], Tensor] | None = None,
 ) -> DraftTree:
     """The draft trees of the frames of B anchors, `[B, T, V+1]` (blank last): at most `max_nodes` nodes each.
 
     vocabulary [V]: the token of each class but the blank; None: the class is the token. bias_of: see `prefix_tree`.
-    Raises ValueError for an unknown mode or a budget below one node.
+    Raises ValueError for an unknown mode.
     """
     if mode not in TREE_MODES:
         raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {mode!r}")
-    check_max_nodes(max_nodes)
     if mode in ("prefix", "chain"):
-        tree = prefix_tree(log_probs, max_nodes, max_depth, bias_of=bias_of, chain=mode == "chain")
+        tree = prefix_tree(log_probs, max_nodes, bias_of=bias_of, chain=mode == "chain")
     else:
         tree = DraftTree.stack([alignment_tree(of_text, max_nodes, mode == "raw") for of_text in log_probs])
     return tree if vocabulary is None else replace(tree, tokens=vocabulary[tree.tokens])
@@ -134,7 +131,6 @@ class ContextEmissions:
 def prefix_tree(
     log_probs: Tensor,
     max_nodes: int,
-    max_depth: int | None = None,
     labels_considered: int | None = None,
     bias_of: Callable[[Tensor | None], Tensor] | None = None,
     chain: bool = False,
@@ -157,7 +153,7 @@ def prefix_tree(
     scores: list[Tensor] = []
     columns: list[Tensor] = []
     parents: list[Tensor] = []
-    deepest = min(max_depth or log_probs.shape[1], max_nodes)
+    deepest = min(log_probs.shape[1], max_nodes)
     for depth in range(deepest):
         level = emissions.child_scores(state).flatten(1)
         width = 1 if chain else min(max_nodes - depth, level.shape[1])  # a prefix brings `depth` shorter ones along

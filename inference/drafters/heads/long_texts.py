@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -14,7 +13,8 @@ ENOUGH_STEPS = 256
 
 @dataclass
 class LongTexts:
-    """Steps at places beyond `trained_length` tokens (0: unknown, nothing is counted), of all texts so far."""
+    """Steps at places beyond `trained_length` tokens (0: unknown, nothing is counted), of all texts so far, and the
+    tokens that they gave."""
 
     kind: str
     trained_length: int
@@ -22,20 +22,22 @@ class LongTexts:
     tokens: int = 0
     told: bool = False
 
-    def add(self, prompt_tokens: int, accept_lengths: Sequence[int]) -> None:
-        """Count the steps of an answer; a warning when they are `ENOUGH_STEPS` with a β below `LEAST_BETA`."""
-        if not self.trained_length or self.told:
+    def add(self, place: int, tokens: int) -> None:
+        """Count a step after `place` tokens of a text that gave `tokens`."""
+        if self.trained_length and place >= self.trained_length:
+            self.set(self.steps + 1, self.tokens + tokens)
+
+    def set(self, steps: int, tokens: int) -> None:
+        """The counts so far; a warning, once, when `ENOUGH_STEPS` steps have a β below `LEAST_BETA`."""
+        self.steps, self.tokens = steps, tokens
+        if self.told:
             return
-        place = prompt_tokens
-        for number, length in enumerate(accept_lengths):
-            if number and place >= self.trained_length:
-                self.steps, self.tokens = self.steps + 1, self.tokens + length
-            place += length
         if self.steps >= ENOUGH_STEPS and self.tokens < LEAST_BETA * self.steps:
             self.told = True
             logger.warning(
-                "the %s head was trained on texts of up to %d tokens; beyond them a step gives %.2f tokens (%d steps "
-                "so far), so drafting costs more than it saves: train on longer rows, or decode long texts without it",
+                "the %s head was trained on texts of up to %d tokens; beyond them a step gives %.2f tokens with its "
+                "own drafts (%d steps so far), so drafting costs more than it saves: train on longer rows, or decode "
+                "long texts without it",
                 self.kind,
                 self.trained_length,
                 self.tokens / self.steps,

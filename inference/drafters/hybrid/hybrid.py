@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draft_heads.configs.options import option
 from draft_heads.inference.drafters.base import Drafter, check_max_nodes
+from draft_heads.inference.drafters.heads.long_texts import LongTexts
 from draft_heads.inference.drafters.hybrid.calibration import Calibration
 from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, TreeSource, columns_of
 from draft_heads.inference.drafters.options import DrafterOptions
@@ -40,6 +41,9 @@ class _Part:
             self.sources = [PhraseSource(drafter.of_slot(slot).table) for slot in slots]
         else:
             self.sources = [LevelSource() if drafter.proposes_levels else TreeSource() for _ in slots]
+        self.long_texts: LongTexts | None = getattr(drafter, "long_texts", None)
+        if self.long_texts is not None:  # a step's tokens are those of all parts
+            drafter.long_texts = None
         self.tree: DraftTree | None = None  # its own trees of this step
         self.rows: list[list[int]] = [[] for _ in slots]  # of the forward, for each row of its own tree
         self.accepted = self.needed = 0
@@ -92,6 +96,7 @@ class _Text:
     def __init__(self) -> None:
         self.calibration = Calibration()
         self.merged: MergedTree | None = None
+        self.length = 0  # committed tokens that were observed
         self.running = False  # its prefill has been observed, and it has not ended
 
 
@@ -156,7 +161,7 @@ class HybridDrafter(Drafter):
 
     def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         text = self._texts[slot]
-        text.merged, text.running = None, False
+        text.merged, text.running, text.length = None, False, 0
         for part in self.parts:
             part.drafter.begin(
                 slot, prompt, capacity + self.max_depth + 1
@@ -181,18 +186,22 @@ class HybridDrafter(Drafter):
                 continue
             if text.merged is not None:
                 self._steps += 1
-                self._credit(text.merged.learn(new))
+                self._credit(text.merged.learn(new), text.length)
+            text.length += len(new)
             for part in self.parts:
                 if part.drafter.extends_paths:
                     part.drafter.of_slot(index).read(new)
         for part in self.parts:
             part.observe(step, slot)
 
-    def _credit(self, accepted: list[tuple[int, int]]) -> None:
-        """Count for each part the accepted tokens it proposed first, and those that only it brought."""
-        for source, _ in accepted:
-            self.parts[source].accepted += 1
+    def _credit(self, accepted: list[tuple[int, int]], length: int) -> None:
+        """Count for each part the accepted tokens it proposed first, after `length` tokens, and those that only it
+        brought."""
         for place, part in enumerate(self.parts):
+            own = sum(source == place for source, _ in accepted)
+            part.accepted += own
+            if part.long_texts is not None:
+                part.long_texts.add(length, 1 + own)
             part.needed += sum(needs >> place & 1 for _, needs in accepted)
 
     def propose(self) -> DraftTree:
@@ -225,7 +234,8 @@ class HybridDrafter(Drafter):
         return {"max_nodes": self.max_nodes, **super().settings(), "parts": parts}
 
     def findings(self) -> dict[str, Any]:
-        """Target steps; for each part the `accepted` tokens it proposed first, and the `needed` ones it alone did."""
+        """Target steps after which the text went on; for each part the `accepted` tokens that it proposed first, and
+        the `needed` ones that it alone did, in those steps."""
         return {
             "steps": self._steps,
             "parts": {part.name: {"accepted": part.accepted, "needed": part.needed} for part in self.parts},

@@ -28,7 +28,7 @@ Candidate = tuple[int, tuple[Hashable, ...], tuple[float | None, ...], tuple[int
 """A token after a node: its evidence, and for each source its probability and its node (`Proposal`)."""
 
 LEAST = -30.0  # log-probabilities below are all the same
-UNLIKELY = 0.01  # a level's tokens below this probability are not proposed
+UNLIKELY = log(0.01)  # a level's tokens of a lower log-probability are not proposed, but for its first
 OTHER = 99  # entry of a token that a source does not propose where it proposes others
 
 
@@ -83,9 +83,7 @@ def columns_of(tree: DraftTree) -> Tensor:
 class LevelSource:
     """Distributions that do not depend on what was drafted, one for each depth (Medusa)."""
 
-    def __init__(self, least: float = UNLIKELY) -> None:
-        """least: tokens of a lower probability are not proposed, but for each depth's first."""
-        self._least = max(log(least), LEAST) if least else LEAST
+    def __init__(self) -> None:
         self._levels: list[Proposals] = []
 
     def set(self, columns: list[list[list[float]]]) -> None:
@@ -94,7 +92,7 @@ class LevelSource:
         for tokens, log_probs in zip(*columns):
             proposed: Proposals = {}
             for token, log_prob in zip(tokens, log_probs):
-                if proposed and log_prob < self._least:
+                if proposed and log_prob < UNLIKELY:
                     break
                 prior = exp(max(log_prob, LEAST))
                 proposed[int(token)] = confidence(prior), prior, None

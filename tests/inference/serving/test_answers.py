@@ -7,14 +7,13 @@ import pytest
 from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.answers import in_order
 from draft_heads.data.labels.distill_options import DistillOptions
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.serving.worker import AnswerText
 from draft_heads.inference.target.target import Target
 from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, serve, text_of
-from tests.tiny_chat import save_target
+from tests.tiny_chat import render_prompt, save_target
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

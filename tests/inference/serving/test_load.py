@@ -135,6 +135,9 @@ def test_requests_that_never_arrive_whole_are_ended(slow):
             sent += 1
             time.sleep(0.05)
         assert 5 <= sent < 100 and time.monotonic() - started < 4
+        counted = {name: n for name, n in metrics(address).items() if "total" in name and 'status="4' in name}
+        at = 'draft_heads_requests_total{path="%s",status="408"}'
+        assert counted == {at % "/v1/completions": 2, at % "other": 5}  # the halves of a body, and the rest
         for name, one in sockets.items():
             received = b""
             while piece := one.recv(65536):
@@ -188,19 +191,30 @@ def test_answers_that_outlast_the_shutdown_end_with_the_apis_error(slow, caplog)
     assert not caplog.records
 
 
-def test_a_failure_is_told_and_the_next_answer_is_right(target, engine):
+def test_a_failure_is_told_and_counted_and_the_next_answer_is_right(target, engine):
     failing = DecodingEngine(target, build_drafter(DrafterSpec.parse("ngram"), target))
-    with serve(failing) as (client, _, _, _):
+    with serve(failing) as (client, worker, address, _):
         propose = failing.drafter.propose
 
         def fail():
             raise RuntimeError("out of luck")
+
+        def fail_with_jobs(_):
+            raise RuntimeError("unforeseen")
 
         failing.drafter.propose = fail
         with pytest.raises(openai.InternalServerError, match="decoding failed: out of luck"):
             chat(client, "Name a fruit.")
         with pytest.raises(openai.APIError, match="decoding failed: out of luck"):
             list(chat(client, "Name a fruit.", stream=True))
+        assert metrics(address)["draft_heads_failed_total"] == 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker, "submit", fail_with_jobs)
+            with pytest.raises(openai.InternalServerError, match="the server failed; its log has the reason"):
+                chat(client, "Name a fruit.")
+        at = 'draft_heads_requests_total{path="/v1/chat/completions",status="%d"}'
+        now = metrics(address)  # the stream had begun when it failed
+        assert (now[at % 500], now[at % 200], now["draft_heads_failed_total"]) == (2, 1, 2)
         failing.drafter.propose = propose
         alone = text_of(target, engine.generate("Name a fruit.", GenerationSettings(32)).tokens)
         assert chat(client, "Name a fruit.").choices[0].message.content == alone

@@ -11,6 +11,8 @@ from transformers import AutoTokenizer
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.serving.errors import APIError
+from draft_heads.inference.serving.requests import ChatRequest, ServerLimits
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts import chat as terminal
 from tests.inference.serving.served import KEY, chat, serve
@@ -26,6 +28,11 @@ BAD = {
         openai.BadRequestError,
         {"max_completion_tokens": 65},
         "max_completion_tokens must be at most 64, the server's limit; got 65",
+    ),
+    "two limits": (
+        openai.BadRequestError,
+        {"max_tokens": 65, "max_completion_tokens": 9},
+        "max_tokens and max_completion_tokens must be the same limit; got 65 and 9; leave one of them out",
     ),
     "no prompt": (openai.BadRequestError, {"messages": []}, "messages: "),
     "role": (openai.BadRequestError, {"messages": [{"role": "critic", "content": "4"}]}, "'system', 'developer'"),
@@ -58,6 +65,9 @@ BAD = {
         "stream_options.continuous_usage_stats: Extra inputs",
     ),
     "unknown": (openai.BadRequestError, {"extra_body": {"beams": 3}}, "beams: Extra inputs"),
+    "named as a type": (openai.BadRequestError, {"extra_body": {"str": 3}}, " - str: Extra inputs"),
+    "with brackets": (openai.BadRequestError, {"extra_body": {"a[b]": 3}}, r"a\[b\]: Extra inputs"),
+    "of a union": (openai.BadRequestError, {"extra_body": {"stop": ["a", 5]}}, " - stop: Input should be"),
     "context": (
         openai.BadRequestError,
         {"messages": [{"role": "user", "content": "a fruit " * 5000}]},
@@ -109,6 +119,17 @@ def test_half_a_character_is_a_bad_request(served, body):
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     bad = httpx.post(f"{served[2]}/v1/{path}", content=body, headers=headers)
     assert bad.status_code == 400 and r"valid Unicode; got '\ud800'" in bad.json()["error"]["message"]
+
+
+def test_a_key_with_half_a_character_is_a_bad_request(served):
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    body = '{"model": "tiny", "prompt": "a", "\\ud800": 1}'
+    bad = httpx.post(f"{served[2]}/v1/completions", content=body, headers=headers)
+    assert bad.status_code == 400 and "keys must be valid Unicode" in bad.json()["error"]["message"]
+
+
+def test_one_limit_under_both_names_is_accepted(client):
+    assert chat(client, "Name a fruit.", max_tokens=3, max_completion_tokens=3).usage.completion_tokens == 3
 
 
 def test_tokens_that_the_target_has_not_are_bad_requests_on_every_path(tmp_path, capsys, monkeypatch):
@@ -169,6 +190,24 @@ def test_what_contradicts_the_checkpoints_own_settings_is_not_neutral(tmp_path):
                 openai.BadRequestError, match=f"penalty counts the whole text.*got {value}; leave {name}"
             ):
                 chat(client, "Hi", extra_body={name: value})
+
+
+@pytest.mark.parametrize(
+    ("own", "asked"),
+    [
+        ({"encoder_repetition_penalty": 1.3}, {"repetition_penalty": 1}),
+        ({"encoder_repetition_penalty": 1.3, "repetition_penalty": 1.1}, {"repeat_penalty": 1.1}),
+        ({"min_length": 7}, {"min_tokens": 0}),
+    ],
+)
+def test_no_value_says_what_two_settings_of_the_checkpoint_do(tmp_path, own, asked):
+    target = Target.from_pretrained(save_target(tmp_path), device="cpu")
+    target.model.generation_config.update(**own)
+    ((name, value),) = asked.items()
+    field, holds = next(iter(own.items()))
+    request = ChatRequest(model="tiny", messages=[ASKED], **asked)
+    with pytest.raises(APIError, match=f"the checkpoint's own {field} is {holds}; got {value}; leave {name} out"):
+        request.settings(target, [5], ServerLimits())
 
 
 def test_what_a_stream_does_not_have_is_refused(client):
@@ -297,36 +336,6 @@ def test_the_key_is_checked_before_the_body(served):
             for key in ({}, {"Authorization": "Bearer no"}):
                 refused = httpx.post(f"{served[2]}/v1/{path}", content=body, headers=key)
                 assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
-
-
-@pytest.mark.parametrize("key", ["", " ", " key", "key\n", "\tkey", "ké", "a\x00b"])
-@pytest.mark.parametrize("from_environment", [False, True])
-def test_a_key_that_no_header_can_carry_is_refused(monkeypatch, key, from_environment):
-    from draft_heads.scripts.serve import API_KEY, api_key, parse
-
-    if from_environment and "\x00" in key:
-        pytest.skip("no environment can hold it")
-    if from_environment:
-        monkeypatch.setenv(API_KEY, key)
-    options = parse(["--target", "t", *([] if from_environment else ["--api_key", key])])
-    with pytest.raises(ValueError, match=f"no blank at its ends; {API_KEY if from_environment else '--api_key'} is"):
-        api_key(options)
-    monkeypatch.setenv(API_KEY, "a key")
-    assert api_key(parse(["--target", "t"])) == "a key"
-
-
-def test_the_programs_options_are_checked(monkeypatch):
-    from draft_heads.scripts.serve import parse
-
-    for wrong, told in [
-        ("--port 70000", "--port must lie in 0…65535; got 70000"),
-        ("--max_waiting 0", "--max_waiting must be at least 1"),
-        ("--temperature -1", "temperature must be 0"),
-        ("", "--target"),
-    ]:
-        arguments = ["--target", "tests/tiny_target", *wrong.split()] if wrong else []
-        with pytest.raises((ValueError, SystemExit), match=told if wrong else None):
-            parse(arguments)
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded(served):

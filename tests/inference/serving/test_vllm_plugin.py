@@ -83,7 +83,7 @@ def config(**changes):
     parallel = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1} | options["parallel"]
     own = {"draft_head": options["head"]} | ({"draft_context": options["context"]} if options["context"] else {})
     return SimpleNamespace(
-        additional_config=own,
+        additional_config=own | options.get("more", {}),
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(model=options["model"], dtype=torch.float32, max_model_len=options["limit"]),
         speculative_config=SimpleNamespace(num_speculative_tokens=3),
@@ -220,6 +220,8 @@ def test_the_runner_gives_layers_and_every_step_to_a_head_and_is_itself_for_othe
         ({"head": ""}, r"needs the folder or hub id of a head; additional_config has draft_head=''; pass --additional"),
         ({"parallel": {"pipeline_parallel_size": 2}}, r"got pipeline_parallel_size 2; set it to 1"),
         ({"context": -3}, r"draft_context .*-3"),
+        ({"context": 7}, r"draft_context must be at least 8; got 7; leave it out for max_model_len"),
+        ({"more": {"draft_contxt": 64}}, r"draft_head and draft_context for HeadProposer; got draft_contxt; rename"),
     ],
 )
 def test_a_configuration_that_no_head_drafts_in_is_refused(plugin, changes, sentence):
