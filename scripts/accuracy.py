@@ -4,15 +4,15 @@
         --dataset runs/distilled --output runs/accuracy
 
 Offset 0 is the token after the base token. At each offset the true tokens before it are known: Chimera and Hydra read
-them, CTC ranks the tokens that continue them by its prefix scores, Medusa ignores them. Use --rows no larger than the
---held_out of training (64 unless it was set): then no row was trained on. Writes accuracy.json and accuracy.md.
+them, CTC ranks the tokens that continue them by its prefix scores, Medusa ignores them. More --rows than the --held_out
+of training are refused; a line says if a head was trained on other data. Writes accuracy.json and accuracy.md.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
+from draft_heads.data.common.files import write_text
 from draft_heads.data.common.progress import track
-from draft_heads.data.labels.shards import load_distilled
+from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import load_head, read_config
+from draft_heads.heads.checkpoint import load_head, locate, read_config, read_json
+from draft_heads.heads.config import PROVENANCE
 from draft_heads.inference.evaluation.report import check_output, markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_data import load_data
+
+ROWS = 64
 
 
 @torch.inference_mode()
@@ -58,7 +62,32 @@ def table(results: dict[str, list[Any]]) -> str:
         tops = [found[k]["top"] if k < len(found) else None for k in offsets]
         for rank in range(TOP):
             rows.append([name, f"top-{rank + 1}", *(f"{top[rank]:.3f}" if top else "–" for top in tops)])
-    return markdown_table(["head", "rank", *(f"offset {k + 1}" for k in offsets)], rows, len(offsets) + 2) + "\n"
+    return markdown_table(["head", "rank", *(f"offset {k}" for k in offsets)], rows, len(offsets) + 2) + "\n"
+
+
+def provenance_of(head: str | Path) -> dict[str, Any]:
+    """What is known of a head's training; empty where nothing is."""
+    path = locate(head) / PROVENANCE
+    return read_json(path) if path.is_file() else {}
+
+
+def check_held_out(heads: Mapping[str, str | Path], rows: int, data: Sequence[DistilledDataset]) -> None:
+    """ValueError for more rows than a head's training held out of the same data; a line for a head of other data."""
+    measured = [[part.manifest["data"]["fingerprint"], part.manifest["counts"]] for part in data]
+    for name, folder in heads.items():
+        known = provenance_of(folder)
+        trained = [[part.get("fingerprint"), part.get("counts")] for part in known.get("data", [])]
+        held_out = known.get("options", {}).get("held_out", rows)
+        one, other = (sorted(json.dumps(part, sort_keys=True) for part in parts) for parts in (trained, measured))
+        if trained and one != other:
+            print(
+                f"{name} was trained on other data than --dataset: it may know rows that it is measured on", flush=True
+            )
+        elif rows > held_out:
+            raise ValueError(
+                f"--rows must be no more than the --held_out of training, or rows that were trained on are measured; "
+                f"got {rows}, and {name} held out {held_out}; pass --rows {held_out}"
+            )
 
 
 def run(arguments: Sequence[str] | None) -> None:
@@ -66,7 +95,7 @@ def run(arguments: Sequence[str] | None) -> None:
     add = parser.add_argument
     add("--heads", nargs="+", metavar="NAME=RUN/head", help="heads to compare, and their names in the table")
     add("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
-    add("--rows", type=int, default=64, help="held-out rows to measure on (default 64)")
+    add("--rows", type=int, default=ROWS, help=f"held-out rows to measure on (default {ROWS})")
     add("--output", type=Path, help="folder for accuracy.json and accuracy.md")
     add("--overwrite", action="store_true", help="replace what was measured before in --output")
     args = parse_with_config(parser, arguments, ("target", "heads", "dataset", "output"))
@@ -76,8 +105,9 @@ def run(arguments: Sequence[str] | None) -> None:
     check_positive(args, "rows")
     for path in named.values():  # what cannot be read is told before the target is loaded
         read_config(path)
-    for folder in args.dataset:
-        load_distilled(folder)
+    if args.attention != "masked":
+        raise ValueError(f"--attention is of draft trees, and none is built here; got {args.attention}; leave it out")
+    check_held_out(named, args.rows, [load_distilled(folder) for folder in args.dataset])
     if args.output.is_file():
         raise ValueError(f"--output must be a folder; {args.output} is a file; name another")
     check_output(args.output, args.overwrite, "accuracy.json")
@@ -89,8 +119,8 @@ def run(arguments: Sequence[str] | None) -> None:
     results = {}
     for name, (_, held_out, _, collator) in data.items():
         results[name] = accuracies(heads[name], target, held_out, collator)
-    (args.output / "accuracy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (args.output / "accuracy.md").write_text(table(results), encoding="utf-8")
+    write_text(args.output / "accuracy.md", table(results))
+    write_text(args.output / "accuracy.json", json.dumps(results, indent=1) + "\n")  # last: it says that all is there
     print(table(results))
     print(f"written: {args.output / 'accuracy.md'}")
 

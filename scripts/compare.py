@@ -24,6 +24,8 @@ from draft_heads.scripts.decoding_options import script_parser
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.output and options.output.is_file():
+        raise ValueError(f"--output must be a folder; {options.output} is a file; name another")
     reports = read_reports(options.reports, options.any_target)
     apart, table = differences(reports), side_by_side(reports)
     texts = {
@@ -37,8 +39,6 @@ def run(options: argparse.Namespace) -> None:
         print("\n\n".join(difference_note(apart)), file=sys.stderr)
     print(texts[form], end="")
     if options.output:
-        if options.output.is_file():
-            raise ValueError(f"--output must be a folder; {options.output} is a file; name another")
         options.output.mkdir(parents=True, exist_ok=True)
         for ending, content in texts.items():
             write_text(options.output / f"comparison.{ending}", content)

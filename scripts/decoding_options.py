@@ -20,6 +20,7 @@ from draft_heads.data.text.benchmarks import Question, load_benchmark
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.text.known_benchmarks import known_benchmarks, named_benchmark
 from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.options import MADE_FOR, made_for
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.table import drafters_table
 from draft_heads.inference.engine import DecodingEngine
@@ -159,14 +160,21 @@ def configure_target(target: Target, options: argparse.Namespace) -> Target:
     return target
 
 
+def check_names(what: str, names: Iterable[str]) -> None:
+    """ValueError for two equal names, also where only case differs: some disks have one file for both."""
+    known: dict[str, str] = {}
+    for name in names:
+        if (other := known.get(name.casefold())) is not None:
+            found = f"{name!r} is given twice" if other == name else f"{other!r} and {name!r} differ only in case"
+            raise ValueError(f"{what} must have different names, {found}; rename one")
+        known[name.casefold()] = name
+
+
 def distinct_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     """The drafters of the command line; ValueError for a duplicate name."""
-    specs: dict[str, DrafterSpec] = {}
-    for spec in map(DrafterSpec.parse, texts):
-        if spec.name in specs:
-            raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
-        specs[spec.name] = spec
-    return list(specs.values())
+    specs = [DrafterSpec.parse(text) for text in texts]
+    check_names("drafters", (spec.name for spec in specs))
+    return specs
 
 
 def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
@@ -202,19 +210,19 @@ def parse_benchmarks(arguments: Sequence[str]) -> dict[str, str]:
 
     ValueError for an unknown name without a file, for another form and for a duplicate name.
     """
-    files: dict[str, str] = {}
+    files: list[tuple[str, str]] = []
     for text in arguments:
-        name, _, path = text.partition("=")
-        name, path = named_benchmark(text) or (name, path)
+        name, equals, path = text.partition("=")
+        if not equals or Path(text).is_file():  # a description
+            name, path = named_benchmark(text) or (name, path)
         if not name or not path:
             raise ValueError(
                 f"--benchmarks takes NAME=FILE, or a known name alone: {', '.join(known_benchmarks())}; got {text!r}; "
                 f"write for example mt_bench={text}"
             )
-        if name in files:
-            raise ValueError(f"benchmarks must have different names, {name!r} is given twice")
-        files[name] = path
-    return files
+        files.append((name, path))
+    check_names("benchmarks", (name for name, _ in files))
+    return dict(files)
 
 
 def answered_questions(given: str, answers: Iterable[QuestionKey]) -> tuple[str, list[Question]]:
@@ -227,8 +235,18 @@ def answered_questions(given: str, answers: Iterable[QuestionKey]) -> tuple[str,
     return name, load_benchmark(name, source)
 
 
-def write_tuned(path: Path, tuned: dict[str, Any], target: Target) -> None:
-    """Write what a tuning script measured, with the machine it was measured on, for a drafter's option tuned=FILE."""
+def check_code(run_code: bool, questions: Iterable[Question]) -> None:
+    """ValueError for --run_code without a question whose answer is code."""
+    if run_code and not any(question.score == "pass_at_1" for question in questions):
+        raise ValueError("--run_code runs the code of answers (HumanEval); no question asks for any; leave it out")
+
+
+def write_tuned(path: Path, tuned: dict[str, Any], kind: str, loaded: str, loaded_hash: str, target: Target) -> None:
+    """Write what a tuning script measured, with what it was measured on, for a drafter's option tuned=FILE.
+
+    kind, loaded, loaded_hash: see `inference.drafters.options.made_for`
+    """
+    tuned = {**tuned, MADE_FOR: made_for(kind, loaded, loaded_hash, target)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({**tuned, "environment": environment(str(target.device))}, indent=1) + "\n")
 

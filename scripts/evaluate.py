@@ -14,12 +14,10 @@ vanilla, which takes turns with the drafters and has its own row; the report the
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,12 @@ from draft_heads.configs.options import explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.text.benchmarks import load_benchmark
+from draft_heads.data.text.benchmarks import load_benchmark, questions_checksum
 from draft_heads.data.text.known_benchmarks import known_benchmarks
 from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answer_files import write_answers
+from draft_heads.inference.evaluation.comparison import CHECKSUMS
 from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import (
     VANILLA,
@@ -53,6 +52,8 @@ from draft_heads.inference.evaluation.samples import sample_answers
 from draft_heads.inference.evaluation.scores import Scorer
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
+    check_code,
+    check_names,
     describe_run,
     drafter_specs,
     generation_settings,
@@ -162,7 +163,6 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
     described = describe_run(options, target)
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
     model["device"] = target.device.type
-    questions = [[benchmark.name, *map(asdict, benchmark.questions)] for benchmark in benchmarks]
     machine = environment(str(target.device))  # a launcher may change the default of threads
     machine = {key: value for key, value in machine.items() if key not in ("time", "threads")}
     return {
@@ -171,26 +171,29 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
         "environment": machine,
         "drafters": options.drafters,
         "files": {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-        "questions": hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16],
+        "questions": list(checksums(benchmarks).items()),
     }
+
+
+def checksums(benchmarks: Sequence[Benchmark]) -> dict[str, str]:
+    """The checksum of each benchmark's questions."""
+    return {benchmark.name: questions_checksum(benchmark.questions) for benchmark in benchmarks}
 
 
 def split_rows(words: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
     """The rows of `generate` among --drafters, by name, and the drafters; ValueError for a name given twice."""
-    rows, drafters = dict[str, dict[str, str]](), list[str]()
-    for text in words:
-        if (row := parse_hf_row(text)) is None:
-            drafters.append(text)
-        elif row[0] in rows:
-            raise ValueError(f"drafters must have different names, {row[0]!r} is given twice; rename one")
-        else:
-            rows |= [row]
-    return rows, drafters
+    parsed = [(text, parse_hf_row(text)) for text in words]
+    rows = [row for _, row in parsed if row is not None]
+    check_names("drafters", (name for name, _ in rows))
+    return dict(rows), [text for text, row in parsed if row is None]
 
 
 def run(options: argparse.Namespace) -> None:
     console = plain_console()
-    benchmarks = with_scores(load_benchmarks(options), options.run_code, console)
+    check_output(options.output, options.overwrite)
+    loaded = load_benchmarks(options)
+    check_code(options.run_code, (question for benchmark in loaded for question in benchmark.questions))
+    benchmarks = with_scores(loaded, options.run_code, console)
     sampled = sampled_benchmarks(options.samples_of, benchmarks)
     hf_rows, drafters = split_rows(options.drafters)
     if hf_rows and options.batch_size > 1:
@@ -199,9 +202,7 @@ def run(options: argparse.Namespace) -> None:
             f"{options.batch_size}; leave one of them out"
         )
     specs = drafter_specs(drafters)
-    if twice := hf_rows.keys() & {spec.name for spec in specs}:
-        raise ValueError(f"drafters must have different names, {twice.pop()!r} is given twice; rename one")
-    check_output(options.output, options.overwrite)
+    check_names("drafters", [*hf_rows, *(spec.name for spec in specs)])
     target = load_target(options)
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
     hf_engines = {name: hf_engine(target, words) for name, words in hf_rows.items()}
@@ -213,7 +214,9 @@ def run(options: argparse.Namespace) -> None:
     write_answers(options.output, evaluation, options.batch_size)
     facts = {"seed": options.seed, "command": shlex.join(["python", *sys.argv])}
     samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
-    report = build_report(evaluation, **describe_run(options, target), **facts, samples=samples)
+    described = describe_run(options, target)
+    described["settings"] |= {"benchmarks": options.benchmarks, CHECKSUMS: checksums(benchmarks)}
+    report = build_report(evaluation, **described, **facts, samples=samples)
     show_report(console, options.output, report)
     parts.clear()
 

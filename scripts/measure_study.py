@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draft_heads.data.common.files import write_text
+from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
-from draft_heads.heads.config import WEIGHTS
+from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.made_from import content_of, must_be_made
 from draft_heads.inference.evaluation.studies import (
     PLAIN_RUN,
@@ -38,7 +43,7 @@ class Inputs:
     draft_model   folder of a draft model, None for none
     decoding      options of scripts/evaluate.py, over those of the study
     dataset       folders of labels, for the accuracy of heads
-    rows          held-out rows of these, None for the default of scripts/accuracy.py
+    rows          held-out rows of these, None for the default of scripts/accuracy.py; fewer where a head held out fewer
     overwrite     measure again what is there
     """
 
@@ -88,6 +93,8 @@ def mix_parts(study: Study, benchmark: str, inputs: Inputs) -> list[str]:
 
 def drafter_argument(cell: Cell, study: Study, heads: Mapping[str, Path], draft_model: str | None) -> str:
     """NAME=SPEC of a cell's drafter, as scripts/evaluate.py takes it."""
+    if cell.drafter == TRANSFORMERS:
+        return TRANSFORMERS
     words = cell.drafter.replace("{draft_model}", str(draft_model))
     if cell.head:
         kind = Arm(cell.head, study.heads[cell.head]).kind
@@ -100,10 +107,15 @@ def options_of(study: Study, run: str, benchmark: str, given: Mapping[str, Any])
     return {**study.settings, **study.benchmark_settings.get(benchmark, {}), **study.runs[run], **given}
 
 
+def default_options(*words: str) -> dict[str, Any]:
+    """The options of scripts/evaluate.py where only these words are given; ValueError for what it refuses."""
+    needed = ["--target", "T", "--drafters", "vanilla", "--benchmarks", "gsm8k", "--output", "O"]
+    return vars(parse_options(None, [*needed, *words], scored=True))
+
+
 def check_decoding(study: Study) -> None:
     """ValueError for options and drafters that scripts/evaluate.py would refuse, before anything runs."""
-    needed = ["--target", "T", "--drafters", "vanilla", "--benchmarks", "gsm8k", "--output", "O"]
-    known = vars(parse_options(None, needed, scored=True))
+    known = default_options()
     heads = {name: Path("runs/head") for name in study.heads}
     cells = [cell for cell in study.cells.values() if cell.of_report]
     try:
@@ -111,7 +123,7 @@ def check_decoding(study: Study) -> None:
             options = options_of(study, run, benchmark, {})
             if unknown := sorted(options.keys() - known):
                 raise ValueError(f"{unknown[0]} is no option of scripts/evaluate.py; it has {', '.join(known)}")
-            parse_options(None, [*needed, *flags(options)], scored=True)
+            default_options(*flags(options))
         for cell in {(cell.drafter, cell.head): cell for cell in cells if cell.drafter != "vanilla"}.values():
             drafter_specs(evaluate.split_rows([drafter_argument(cell, study, heads, "runs/draft_model")])[1])
     except ValueError as error:
@@ -127,7 +139,9 @@ def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str],
     }
     ranked = dict.fromkeys(cell.head for cell in able.values() if cell.measure == "accuracy")
     ranks = accuracies({name: inputs.heads[name] for name in ranked}, inputs, output / "accuracy")
-    facts = {name: head_facts(inputs.heads[name]) for name in dict.fromkeys(c.head for c in able.values() if c.of_head)}
+    dtype = next((row["dtype"] for rows in reports.values() for row in rows), None)
+    described = dict.fromkeys(cell.head for cell in able.values() if cell.of_head)
+    facts = {name: head_facts(inputs.heads[name], dtype) for name in described}
     found = dict[tuple[str, str], float | None]()
     for place, cell in able.items():
         if cell.of_report:
@@ -143,71 +157,93 @@ def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str],
     return found
 
 
-def head_facts(folder: Path) -> dict[str, float | None]:
-    """What a trained head's files say of it; see `HEAD_FACTS`."""
+def head_facts(folder: Path, dtype: str | None) -> dict[str, float | None]:
+    """What a trained head's files say of it; see `HEAD_FACTS`.
+
+    dtype: in which it drafted, None where it did not
+    """
     head = load_head(folder)
     known = head.provenance
     return {
         "steps": known.get("steps"),
         "simulated_beta": known.get("metrics", {}).get("eval_simulated_beta"),
         "parameters": sum(p.numel() for p in head.parameters()),
-        "bytes_read": head.weights_read() * head.dtype.itemsize,
+        "bytes_read": head.weights_read() * getattr(torch, dtype).itemsize if dtype else None,
     }
 
 
 def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output: Path) -> list[dict[str, Any]]:
-    """The rows of the reports of one run, made unless they are there.
+    """The rows of the reports of one run, made unless they are there; `dtype` of each is the target's.
 
-    Benchmarks with the same drafters and options are decoded together.
+    Benchmarks with the same drafters and options are decoded together. A limit is of the parts of a mix, not of it.
     """
     drafters = dict[str, dict[str, Cell]]()  # benchmark → name → a cell that has it
     for cell in cells:
         own = drafters.setdefault(cell.benchmark, {})
         if cell.drafter != "vanilla":
             own[cell.drafter_name] = cell
+        if cell.measure == "over_transformers":
+            own.setdefault(TRANSFORMERS, replace(cell, drafter=TRANSFORMERS, head=""))
     together = dict[tuple[Any, ...], list[str]]()
     for name, own in drafters.items():
         options = options_of(study, run, name, inputs.decoding)
         specs = [(one, cell.drafter) for one, cell in own.items()]
-        together.setdefault((*specs, *map(str, options.items())), []).append(name)
+        together.setdefault((name in study.mixes, *specs, *map(str, options.items())), []).append(name)
     results = list[dict[str, Any]]()
     for benchmarks in together.values():
         folder, own = output / "_".join([run, *benchmarks]), drafters[benchmarks[0]]
         options = options_of(study, run, benchmarks[0], inputs.decoding)
-        if must_be_made(folder, "report.json", decoded_from(study, benchmarks, own, options, inputs), inputs.overwrite):
-            files = {name: question_file(study, name, inputs, folder) for name in benchmarks}
+        limit = options.pop("limit", None)
+        asked = {name: questions_of(study, name, inputs, limit) for name in benchmarks}
+        made_from = decoded_from(asked, own, {**options, "limit": limit}, inputs)
+        if must_be_made(folder, "report.json", made_from, inputs.overwrite):
+            files = {name: question_file(study, name, inputs, folder, asked[name]) for name in benchmarks}
             print(f"{study.name}, {run}: {len(own)} drafters on {', '.join(files)}", flush=True)
             named = [drafter_argument(cell, study, inputs.heads, inputs.draft_model) for cell in own.values()]
             words = ["--target", inputs.target, "--drafters", *(named or ["vanilla"])]
             words += ["--benchmarks", *(f"{name}={file}" for name, file in files.items()), "--output", str(folder)]
-            words += flags({**options, "overwrite": inputs.overwrite})
+            limit = None if benchmarks[0] in study.mixes else limit
+            words += flags({**options, "limit": limit, "overwrite": inputs.overwrite})
             succeed(evaluate.main(words), "decoding")
-        results += json.loads((folder / "report.json").read_text(encoding="utf-8"))["results"]
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        results += [{**row, "dtype": report["target"]["dtype"]} for row in report["results"]]
     return results
 
 
+def loaded_from(options: Mapping[str, Any], inputs: Inputs) -> dict[str, Any]:
+    """Options and the target; what is loaded by its content."""
+    files = {name: content_of(options[name]) for name in ("target_adapter", "chat_template") if options.get(name)}
+    return {**options, **files, "target": content_of(inputs.target)}
+
+
 def decoded_from(
-    study: Study, benchmarks: Sequence[str], drafters: Mapping[str, Cell], options: Mapping[str, Any], inputs: Inputs
+    asked: Mapping[str, Sequence[Any]], drafters: Mapping[str, Cell], options: Mapping[str, Any], inputs: Inputs
 ) -> dict[str, Any]:
-    """All that decides what a report says; files by their content."""
+    """All that decides what a report says: questions, and files, by their content."""
     specs = {name: cell.drafter for name, cell in drafters.items()}
-    heads = {cell.head: content_of(inputs.heads[cell.head] / WEIGHTS) for cell in drafters.values() if cell.head}
-    parts = dict.fromkeys(part for name in benchmarks for part in mix_parts(study, name, inputs))
+    words = {word for spec in specs.values() for word in re.split("[=:,+]", spec) if word and Path(word).exists()}
     return {
-        **options,
-        **{"target": inputs.target, "drafters": specs, "heads": heads},
-        "draft_model": inputs.draft_model if any("{draft_model}" in spec for spec in specs.values()) else None,
-        "benchmarks": {part: content_of(inputs.benchmarks[part]) for part in parts},
-        "mixes": {name: study.mixes[name] for name in benchmarks if name in study.mixes},
+        **loaded_from(options, inputs),
+        "drafters": specs,
+        "heads": {cell.head: content_of(inputs.heads[cell.head]) for cell in drafters.values() if cell.head},
+        "draft_model": content_of(inputs.draft_model or "") if "{draft_model}" in str(specs) else None,
+        "files": {word: content_of(word) for word in sorted(words)},
+        "questions": {name: hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] for name, rows in asked.items()},
     }
 
 
-def question_file(study: Study, benchmark: str, inputs: Inputs, folder: Path) -> str:
-    """A benchmark's file; that of a mix is written to `folder`."""
+def questions_of(study: Study, benchmark: str, inputs: Inputs, limit: int | None) -> list[dict[str, Any]]:
+    """What is asked of a benchmark, or of each part of a mix at most `limit` questions."""
+    parts = {part: inputs.benchmarks[part] for part in mix_parts(study, benchmark, inputs)}
+    if benchmark in study.mixes:
+        return mixed_questions(study.mixes[benchmark], parts, limit)
+    return [asdict(question) for question in load_benchmark(benchmark, parts[benchmark], limit)]
+
+
+def question_file(study: Study, benchmark: str, inputs: Inputs, folder: Path, rows: Sequence[Any]) -> str:
+    """A benchmark's file; that of a mix, which has these rows, is written to `folder`."""
     if benchmark not in study.mixes:
         return inputs.benchmarks[benchmark]
-    parts = {part: inputs.benchmarks[part] for part in mix_parts(study, benchmark, inputs)}
-    rows = mixed_questions(study.mixes[benchmark], parts)
     write_text(folder / f"{benchmark}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / f"{benchmark}.jsonl")
 
@@ -216,9 +252,11 @@ def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path) -> dict[
     """Name of a head → its accuracies by offset, measured unless they are there."""
     if not heads:
         return {}
-    options = {name: inputs.decoding[name] for name in PASSED_ON if name in inputs.decoding} | {"rows": inputs.rows}
-    made_from: dict[str, Any] = {"target": inputs.target, **options}
-    made_from["heads"] = {name: content_of(folder / WEIGHTS) for name, folder in heads.items()}
+    options = {name: value for name, value in inputs.decoding.items() if name in PASSED_ON and name != "attention"}
+    held_out = [accuracy.provenance_of(folder).get("options", {}).get("held_out") for folder in heads.values()]
+    options["rows"] = min(rows for rows in (inputs.rows or accuracy.ROWS, *held_out) if rows)
+    made_from = loaded_from(options, inputs)
+    made_from["heads"] = {name: content_of(folder) for name, folder in heads.items()}
     made_from["dataset"] = [content_of(Path(folder) / "manifest.json") for folder in inputs.dataset]
     if must_be_made(output, "accuracy.json", made_from, inputs.overwrite):
         words = ["--target", inputs.target, "--heads", *(f"{name}={folder}" for name, folder in heads.items())]
@@ -243,11 +281,14 @@ def write_study(
     notes = [f"Not measured here, for want of {what}: {', '.join(rows)}." for what, rows in needs.items()]
     for name in study.mixes:
         notes.append(f"{name} has questions of {', '.join(mix_parts(study, name, inputs)) or 'nothing'}.")
-    decoded = {name: options_of(study, PLAIN_RUN, name, inputs.decoding) for name in study.benchmark_settings}
-    decoded = {"all": {**study.settings, **inputs.decoding}, **decoded, **study.runs}
+    limits = {name: value for name, value in default_options().items() if name in ("max_new_tokens", "max_nodes")}
+    decoded = {"all": {**limits, **study.settings, **inputs.decoding}}
+    decoded |= {name: options_of(study, PLAIN_RUN, name, inputs.decoding) for name in study.benchmark_settings}
+    for run, own in study.runs.items():
+        decoded[run] = {name: inputs.decoding.get(name, value) for name, value in own.items()}
     words = [f"{name}: {' '.join(flags(options))}" for name, options in decoded.items() if flags(options)]
     if any(cell.of_report for cell in study.cells.values()):
-        notes.append(f"Decoded by scripts/evaluate.py with its defaults but for {'; '.join(words) or 'nothing'}.")
+        notes.append(f"Decoded by scripts/evaluate.py with {'; '.join(words)}; what is not named is its default.")
     if tiny:
         notes.insert(0, "This is the tiny form: its figures mean nothing.")
     parts: list[str] = [f"# {study.title}", study_table(study, measured, target), *notes, *study.notes]

@@ -23,10 +23,13 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.files import checksum
 from draft_heads.data.common.progress import progress_bar
+from draft_heads.data.text.benchmarks import questions_checksum
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import read_answers
+from draft_heads.inference.evaluation.comparison import CHECKSUMS
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.scripts.decoding_options import (
@@ -42,11 +45,16 @@ from draft_heads.scripts.terminal import show_report
 def run(options: argparse.Namespace) -> None:
     console = plain_console()
     check_positive(options, "limit", "max_nodes")
+    if options.chat_template and not options.questions:
+        raise ValueError(
+            f"--chat_template renders the prompts of --questions, which is not given; got {options.chat_template}; "
+            "give both or neither"
+        )
     use_threads(options.threads)
     specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
-    asked = answered_questions(str(options.questions), answers)[1] if options.questions else None
+    asked = answered_questions(options.questions, answers)[1] if options.questions else None
     questions = match_questions(answers, asked)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     drafters = text_drafters(specs, tokenizer, options.max_nodes)
@@ -56,8 +64,10 @@ def run(options: argparse.Namespace) -> None:
         name = options.answers.stem
         turns = list(recorded_turns(name, answers, questions, tokenizer, render))
         evaluation = replay_all(name, drafters, questions, turns, progress)
-    files = {name: path.name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
-    given = {name: getattr(options, name) for name in ("tokenizer", "max_nodes", "limit")}
+    files = {name: Path(path).name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
+    files["answers_checksum"] = checksum(options.answers)
+    given = {name: getattr(options, name) for name in ("tokenizer", "chat_template", "max_nodes", "limit")}
+    given |= {CHECKSUMS: {name: questions_checksum(questions)}} if options.questions else {}
     given["drafters"] = " ".join(options.drafters)
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
     show_report(console, options.output, build_report(evaluation, None, settings, 0, shlex.join(["python", *sys.argv])))
@@ -69,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
     add("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
-    add("--questions", type=Path, metavar="FILE.jsonl|NAME", help="the questions that were answered")
+    add("--questions", metavar="FILE.jsonl|NAME", help="the questions that were answered")
     add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from draft_heads.inference.evaluation.answer_files import (
 from draft_heads.inference.evaluation.metrics import score_figures, turn_figures, without_shared_seconds
 from draft_heads.inference.evaluation.report import write_json
 from draft_heads.inference.evaluation.scores import TITLES, Scorer, mean_scores
-from draft_heads.scripts.decoding_options import answered_questions, script_parser
+from draft_heads.scripts.decoding_options import answered_questions, check_code, script_parser
 
 HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)", "γ", "equal texts")
 
@@ -65,22 +65,10 @@ class AnswerScore:
         return sum(own == wanted for own, wanted in texts)
 
     @property
-    def beta(self) -> float | None:
-        """New tokens / target steps (idxs + 1 per turn)."""
-        beta: float | None = self.figures["beta"]
-        return beta
-
-    @property
     def beta_idxs(self) -> float | None:
         """New tokens / idxs: the prefill of every turn left out."""
         tokens, steps, turns = (int(self.figures[key]) for key in ("new_tokens", "target_steps", "turns"))
         return tokens / (steps - turns) if steps > turns else None
-
-    @property
-    def gamma(self) -> float | None:
-        """Baseline seconds per token / drafter seconds per token, each over all tokens of the file."""
-        gamma: float | None = self.figures["gamma"]
-        return gamma
 
 
 def score_answers(
@@ -98,6 +86,9 @@ def score_answers(
     Ratios are of totals: gamma weighs every token equally, unlike a mean of per-question speeds.
     """
     rule = "both files must answer the same questions"
+    named = [", ".join(sorted({str(benchmark) for benchmark, _ in one})) for one in (answers, baseline)]
+    if named[0] != named[1]:
+        rule += f" of the same benchmarks; the answers name {named[0]}, the baseline {named[1]}; name them alike"
     if lacking := sorted((id_ for _, id_ in answers.keys() - baseline.keys()), key=str):
         raise ValueError(f"{rule}; the baseline lacks {some(lacking)}")
     if extra := sorted((id_ for _, id_ in baseline.keys() - answers.keys()), key=str):
@@ -124,6 +115,24 @@ def score_answers(
             score.pairs.append((answer, baseline[key]))
             score.scores.append(found)
     return scores
+
+
+def with_names_of(answers: dict[QuestionKey, Answer], baseline: dict[QuestionKey, Answer]) -> dict[QuestionKey, Answer]:
+    """The baseline, its benchmark named as the answers name it: where each file is of one, or one file names none.
+
+    As it is where an id then would not say which question is meant.
+    """
+    names = {id_: benchmark for benchmark, id_ in answers}
+    own, others = ({benchmark for benchmark, _ in one} for one in (answers, baseline))
+    alike = len(own) == len(others) == 1 or {None} in (own, others)
+    if not alike or len(names) < len(answers) or len({id_ for _, id_ in baseline}) < len(baseline):
+        return baseline
+    renamed = {}
+    for (_, id_), answer in baseline.items():
+        key = names.get(id_, next(iter(own))), id_
+        turns = tuple(replace(turn, question=key) for turn in answer.turns)
+        renamed[key] = replace(answer, benchmark=key[0], turns=turns)
+    return renamed
 
 
 def report_rows(
@@ -153,13 +162,21 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
     rows = [(*HEADER, *(TITLES[name] for name in scored))]
     for category in [*(key for key in scores if key is not None), None]:
         score = scores[category]
-        ratios = ["-" if x is None else f"{x:.2f}" for x in (score.beta_idxs, score.beta, score.gamma)]
+        given = score.beta_idxs, score.figures["beta"], score.figures["gamma"]
+        ratios = ["-" if x is None else f"{x:.2f}" for x in given]
         questions = len(score.pairs)
         means = mean_scores(score.scores)
         figures = ["-" if (value := means[name]) is None else f"{value:.1%}" for name in scored]
         rows.append((category or "all", str(questions), *ratios, f"{score.equal_texts}/{questions}", *figures))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def check_writable(file: Path) -> None:
+    """ValueError unless --json can be written: a file, or none yet, in a folder."""
+    if file.is_dir() or not file.parent.is_dir():
+        found = f"{file} is a folder" if file.is_dir() else f"{file.parent} is none"
+        raise ValueError(f"--json names a file in a folder; {found}; name another file, or make the folder")
 
 
 def run(arguments: list[str] | None) -> None:
@@ -171,16 +188,24 @@ def run(arguments: list[str] | None) -> None:
         "--run_code", action="store_true", help="run the code of answers here, under limits, to score it"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows of report.json that follow from them")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap over questions (default 0)")
+    parser.add_argument("--seed", type=int, help="of the bootstrap over questions, for --json (default 0)")
     options = parse_with_config(parser, arguments, ("answers", "baseline"))
-    answers, baseline, asked = read_answers(options.answers), read_answers(options.baseline), None
+    if options.run_code and not options.questions:
+        raise ValueError("--run_code scores answers to --questions, which is not given; give both or neither")
+    if options.seed is not None and not options.json:
+        raise ValueError(f"--seed is of the intervals in --json, which is not given; got {options.seed}; leave it out")
+    if options.json:
+        check_writable(options.json)
+    answers, asked = read_answers(options.answers), None
+    baseline = with_names_of(answers, read_answers(options.baseline))
     if options.questions:
         name, asked = answered_questions(options.questions, answers)
+        check_code(options.run_code, asked)
         for reason in Scorer(asked, options.run_code).unscored:
             print(f"{name}: {reason}")
     print(format_table(score_answers(answers, baseline, asked, options.run_code)))
     if options.json:
-        rows = report_rows(answers, baseline, asked, options.run_code, options.seed, options.answers.stem)
+        rows = report_rows(answers, baseline, asked, options.run_code, options.seed or 0, options.answers.stem)
         write_json(options.json, {"results": rows})
 
 

@@ -8,7 +8,7 @@
 A study is a file of configs/studies, or one of your own like them. It trains the heads that it needs, or takes those
 of --heads, decodes and writes OUTPUT/NAME/study.md and study.json, beside the report of every run. Rows that need
 what was not given (a draft model, a benchmark) say so and stay empty. Several studies in one OUTPUT share their heads;
-run again, it goes on, and refuses what was measured there with other settings.
+run again, it goes on, and refuses what was measured or trained there with other settings or from other files.
 
 --tiny runs them small, on the target that comes with the project, in minutes: it shows that all works, and the figures
 mean nothing.
@@ -25,7 +25,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.benchmarks import load_benchmark
-from draft_heads.inference.evaluation.studies import Study, known_studies, read_study
+from draft_heads.inference.evaluation.studies import Cell, Study, known_studies, read_study
 from draft_heads.scripts import tiny_study
 from draft_heads.scripts.decoding_options import check_positive, parse_benchmarks, target_parser
 from draft_heads.scripts.measure_study import PASSED_ON, Inputs, check_decoding, flags, measure, succeed, write_study
@@ -46,10 +46,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--dataset", nargs="+", help="output of scripts/distill.py for this target, to train the other heads on")
     add("--minutes", type=float, help="processor minutes of training a head (default: the recipe's length)")
     add("--steps", type=int, help="steps of every head, instead of --minutes")
-    add("--jobs", type=int, default=1, help="heads that train at once (default 1)")
+    add("--jobs", type=int, help="heads that train at once (default 1)")
     add("--overwrite", action="store_true", help="measure again what is in --output; heads stay")
     add("--max_new_tokens", type=int, help="longest answer, in tokens (default: the study's)")
-    add("--limit", type=int, help="only the first N questions of each benchmark")
+    add("--limit", type=int, help="only the first N questions of each benchmark, or of each part of a mix")
     add("--max_nodes", type=int, help="most nodes of a draft tree (default: the study's, else 32)")
     args = parse_with_config(parser, arguments, ("output",))
     check_positive(args, "steps", "jobs", "max_new_tokens", "limit", "max_nodes")
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
     given = given_heads(args.heads, arms)
     to_train = [arms[name] for name in arms if name not in given]
     files = benchmark_files(args.benchmarks, studies)
+    check_read(args, [cell for study in studies for cell in study.cells.values()], bool(to_train))
     if args.tiny:
         args.target = args.draft_model = str(tiny_study.TARGET)
         args.steps, args.max_new_tokens = args.steps or tiny_study.STEPS, args.max_new_tokens or tiny_study.NEW_TOKENS
@@ -103,6 +104,20 @@ def run(args: argparse.Namespace) -> None:
         write_study(study, measure(study, inputs, output), inputs, output, args.tiny)
 
 
+def check_read(args: argparse.Namespace, cells: Sequence[Cell], trains: bool) -> None:
+    """ValueError for an option that none of the cells needs, nor the heads that are trained for them."""
+    ranks = any(cell.measure == "accuracy" for cell in cells)
+    needs = {
+        ("minutes", "steps", "jobs"): ("train a head, for all are given or none is needed", trains),
+        ("dataset",): ("train a head, nor measure its accuracy", trains or ranks),
+        ("draft_model",): ("have a row with a draft model", any("{draft_model}" in cell.drafter for cell in cells)),
+        ("max_new_tokens", "limit", "max_nodes", "attention"): ("decode", any(cell.of_report for cell in cells)),
+    }
+    for names, (what, is_so) in needs.items():
+        if not is_so and (given := [name for name in names if getattr(args, name) not in (None, "masked")]):
+            raise ValueError(f"--{given[0]} has no effect: the studies do not {what}; leave it out")
+
+
 def benchmark_files(words: Sequence[str] | None, studies: Sequence[Study]) -> dict[str, str]:
     """Name → file of --benchmarks, by default of all that the studies name; ValueError for one that none names."""
     named = list(dict.fromkeys(name for study in studies for name in study.benchmarks))
@@ -118,7 +133,7 @@ def arm_trainer(args: argparse.Namespace) -> ArmTrainer:
     loading["use_cpu"] = "true" if args.device == "cpu" else None
     loading["target_device"] = "auto" if args.device == "auto" else None
     options = [*flags(loading), *(tiny_study.TRAINING if args.tiny else ())]
-    schedule = {name: getattr(args, name) for name in ("minutes", "steps", "jobs", "threads")}
+    schedule = {name: getattr(args, name) for name in ("minutes", "steps", "threads")} | {"jobs": args.jobs or 1}
     return ArmTrainer(args.output / "heads", args.target, args.dataset, **schedule, options=options)
 
 

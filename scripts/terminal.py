@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from draft_heads.inference.evaluation.report import write_report
 from draft_heads.inference.evaluation.report_text import (
     cells,
     columns_of,
+    cut_note,
     few_turns_note,
     overall,
     relative_paths,
@@ -27,7 +29,8 @@ def show_report(console: Console, folder: Path, report: dict[str, Any]) -> None:
     """Write the report to `folder`, print its table and the files' paths."""
     pictures = write_report(folder, report)
     console.print(summary_table(report))
-    for note in [*skipped_note(report), *scores_note(report), *few_turns_note(report), *notes(report["carried_over"])]:
+    noted = [skipped_note(report), scores_note(report), cut_note(report), few_turns_note(report)]
+    for note in [*chain.from_iterable(noted), *notes(report["carried_over"])]:
         console.print(note)
     for path in [*pictures, *(folder / f"report.{form}" for form in ("json", "md", "html"))]:
         console.print(f"  {relative_paths(str(path))}", soft_wrap=True)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from draft_heads.configs.recipes import RECIPES
+from draft_heads.configs.yaml_files import read_yaml
 from draft_heads.data.common.files import write_text
-from draft_heads.data.labels.shards import load_distilled
-from draft_heads.heads.checkpoint import HEADS, read_config
-from draft_heads.inference.evaluation.studies import Study
+from draft_heads.heads.checkpoint import HEADS, head_classes, read_config
+from draft_heads.inference.evaluation.made_from import content_of, must_be_made
+from draft_heads.inference.evaluation.studies import Study, known_studies, read_study
 from draft_heads.train.command import trainer_script
-from draft_heads.train.run_folder import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 CALIBRATION = (20, 80)  # steps of a short and a long run; the difference leaves loading out
@@ -39,14 +40,36 @@ class Arm:
         # target_layers=1 2 3 → --target_layers 1 2 3
         self.options = [word for name, values in self.settings.items() for word in (f"--{name}", *values.split())]
 
-    def check_head(self, folder: str | Path) -> None:
-        """ValueError for a head of another kind, or trained with another value of an option that the arm has."""
+    def check_head(self, folder: str | Path, named: Iterable[str]) -> None:
+        """ValueError for a head of another kind, or trained with another value of an option that the arm has, or with
+        an unusual one of an option that is `named` by other arms."""
         config = read_config(folder)
         for name, text in {"kind": self.kind, **self.settings}.items():
             value = config.get(name)
             same = " ".join(map(str, value)) == text if isinstance(value, list) else value == yaml.safe_load(text)
             if name in config and not same:
                 raise ValueError(f"{self.name} names a head with {name}={text}; {folder} has {value}; give another")
+        layers = (config.get("target_fingerprint") or {}).get("num_hidden_layers") or 0
+        for name in sorted((config.keys() & set(named)) - self.settings.keys()):
+            if (value := config[name]) not in (usual := usual_values(self.kind, name, layers)):
+                raise ValueError(
+                    f"{self.name} names a head with the usual {name}, {' or '.join(map(str, usual))}; {folder} has "
+                    f"{value}; give another"
+                )
+
+
+def usual_values(kind: str, name: str, layers: int) -> list[Any]:
+    """What an option can be of a head that was trained without it, for a target of so many layers: what the recipe of a
+    size or of a paper's target has, and its default where not all of them have it."""
+    config = head_classes(kind)[1]
+    default = config.usual_layers(layers) if name == "target_layers" else getattr(config, name, None)
+    files = [read_yaml(RECIPES / f"{one}.yaml") or {} for one in ("common", "sizes", "papers", kind)]
+    found = [] if name in files[0] | files[-1] else [default]
+    for file in files:
+        sections = [part for key, part in file.items() if isinstance(part, dict) and key != "recipes"]
+        for value in (part[name] for part in (file, *sections) if name in part):
+            found += [value] if value not in found else []
+    return found
 
 
 def arms_of(studies: Sequence[Study]) -> dict[str, Arm]:
@@ -62,20 +85,24 @@ def arms_of(studies: Sequence[Study]) -> dict[str, Arm]:
 
 def given_heads(words: Sequence[str], arms: Mapping[str, Arm]) -> dict[str, Path]:
     """Name → folder of the heads of --heads; ValueError for one that is not what its name means in the studies."""
-    found = dict[str, Path]()
+    found, named = dict[str, Path](), dict[str, set[str]]()
+    everywhere = arms_of([read_study(name) for name in known_studies()]) if words else {}
+    for arm in (*everywhere.values(), *arms.values()):
+        named.setdefault(arm.kind, set()).update(arm.settings)
     for text in words:
         name, _, folder = text.partition("=")
         if name not in arms or not folder or name in found:
             known = ", ".join(arms) or "none"
             raise ValueError(f"--heads takes NAME=RUN/head, NAME one of {known}, each once; got {text!r}")
-        arms[name].check_head(folder)  # what cannot be read is told before anything runs
+        arms[name].check_head(folder, named[arms[name].kind])  # what cannot be read is told before anything runs
         found[name] = Path(folder)
     return found
 
 
 @dataclass(frozen=True)
 class ArmTrainer:
-    """Trains arms below `output`, each in a folder of its name; what is there already is not trained again.
+    """Trains arms below `output`, each in a folder of its name with its log, its run and a note of what that was made
+    from; what is there already is not trained again.
 
     minutes    processor minutes a head, which become steps: a step's processor seconds are measured first, in short
                runs, so that other work on the machine changes neither the steps nor who wins
@@ -96,56 +123,38 @@ class ArmTrainer:
 
     def train(self, arms: Sequence[Arm]) -> dict[str, Path]:
         """Name → folder of the trained head; ValueError if one of that name was trained otherwise."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        heads = {arm.name: self.output / arm.name / "head" for arm in arms}
-        schedule = f"{self.steps} steps" if self.steps else f"{self.minutes:g} minutes" if self.minutes else "recipe"
-        begun = any((self.output / arm.name / SETTINGS).is_file() for arm in arms)
-        data = [load_distilled(folder).content for folder in self.dataset] if begun else []
+        schedule = f"{self.steps} steps" if self.steps else "recipe"
+        if self.minutes and not self.steps:
+            schedule = f"{self.minutes:g} minutes, {self.threads} threads"  # which a step's seconds depend on
+        made_from: dict[str, Any] = {"schedule": schedule, "target": content_of(self.target)}
+        made_from["labels"] = [content_of(Path(folder) / "manifest.json") for folder in self.dataset]
+        made_from["options"] = [content_of(word) for word in self.options]
+        folders = {arm.name: self.output / arm.name for arm in arms}
+        lacking, remedy = list[Arm](), "remove it, and it is trained again"
         for arm in arms:
-            self._check_same(arm, f"{arm.text} ({schedule})", data)
-        lacking = [arm for arm in arms if not (heads[arm.name] / "config.json").is_file()]
-        seconds = self._step_seconds(lacking) if self.minutes and not self.steps else {}
+            note = {"head": arm.text, **made_from}
+            if must_be_made(folders[arm.name], "run/head/config.json", note, False, remedy):
+                lacking.append(arm)
+        seconds = {arm.name: self._step_seconds(arm) for arm in lacking if self.minutes and not self.steps}
         with _pool(self.jobs) as pool:
             waiting = []
             for arm in lacking:
                 steps = round(self.minutes * 60 / seconds[arm.name]) if seconds and self.minutes else self.steps
-                waiting.append((arm, pool.submit(self._run, arm, self.output / arm.name, steps and max(1, steps))))
+                waiting.append((arm, pool.submit(self._run, arm, folders[arm.name] / "run", steps and max(1, steps))))
             for arm, result in waiting:
                 print(f"{arm.name}: {result.result() / 60:.1f} processor minutes", flush=True)
-        return heads
+        return {name: folder / "run" / "head" for name, folder in folders.items()}
 
-    def _check_same(self, arm: Arm, made_as: str, data: Sequence[str]) -> None:
-        """Note how an arm is trained; ValueError if its folder was begun otherwise, or for another target or data."""
-        note, settings = self.output / f"{arm.name}.txt", self.output / arm.name / SETTINGS
-        before = note.read_text(encoding="utf-8").strip() if note.is_file() else made_as
-        differences = [] if before == made_as else [f"it is {before}, and not {made_as}"]
-        if settings.is_file():
-            begun = json.loads(settings.read_text(encoding="utf-8"))
-            if Path(begun["target"]).resolve() != Path(self.target).resolve():
-                differences.append(f"its target is {begun['target']}, and not {self.target}")
-            if begun["data"] != list(data):
-                differences.append(f"its labels are not those of {' '.join(self.dataset)}")
-        if differences:
-            folder = self.output / arm.name
-            raise ValueError(
-                f"{folder} is of another training: {'; '.join(differences)}; take another --output, or remove it"
-            )
-        write_text(note, made_as + "\n")
-
-    def _step_seconds(self, arms: Sequence[Arm]) -> Mapping[str, float]:
-        """Processor seconds of a step of each arm, kept in `step_seconds.json`."""
-        file = self.output / "step_seconds.json"
-        found: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
-        short = ("--overwrite", "true", "--simulate_rows", "0", "--held_out", "8")
-        for arm in arms:
-            if arm.name not in found:
-                folder = self.output / "calibration"
-                folder.mkdir(exist_ok=True)
-                few, many = (self._run(arm, folder / f"{arm.name}-{steps}", steps, *short) for steps in CALIBRATION)
-                found[arm.name] = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
-                write_text(file, json.dumps(found, indent=1) + "\n")
-                print(f"{arm.name}: {found[arm.name]:.3f} processor seconds a step", flush=True)
-        return found
+    def _step_seconds(self, arm: Arm) -> float:
+        """Processor seconds of a step of an arm, kept in `step_seconds.json` of its folder."""
+        file = self.output / arm.name / "step_seconds.json"
+        if not file.is_file():
+            short = ("--overwrite", "true", "--simulate_rows", "0", "--held_out", "8")
+            few, many = (self._run(arm, file.parent / f"{steps}_steps", steps, *short) for steps in CALIBRATION)
+            found = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
+            write_text(file, f"{found}\n")
+            print(f"{arm.name}: {found:.3f} processor seconds a step", flush=True)
+        return float(file.read_text(encoding="utf-8"))
 
     def _run(self, arm: Arm, folder: Path, steps: int | None, *more: str) -> float:
         """Train one head, or go on with it; returns its processor seconds."""

@@ -35,6 +35,7 @@ from draft_heads.scripts.decoding_options import (
     target_parser,
     write_tuned,
 )
+from draft_heads.scripts.tune_tree import check_new_file
 
 GRIDS = {"gamma": range(7, 15), "w": range(15, 21), "p": range(5, 8)}
 FLAGS = {"gamma": "gammas", "w": "windows", "p": "phrases"}
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> None:
     check_positive(args, "prompts", "new_tokens", *FLAGS.values())
     if min(args.phrases) < 2:
         raise ValueError(f"--phrases must be at least 2; got {min(args.phrases)}")
+    check_new_file(args.output)
     files = parse_benchmarks(args.benchmarks)
     questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
     target = load_target(args)
@@ -94,7 +96,8 @@ def run(args: argparse.Namespace) -> None:
     best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):
         print("no setting is faster than decoding without drafts on this machine")
-    write_tuned(args.output, {**best, "measured": measured}, target)
+    loaded_hash = model.fingerprint()["weights_hash"]
+    write_tuned(args.output, {**best, "measured": measured}, "ouroboros", args.draft_model, loaded_hash, target)
     print(f"written: {', '.join(f'{name} {value}' for name, value in best.items())} in {args.output}")
 
 

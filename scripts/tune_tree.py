@@ -6,7 +6,7 @@
 First, trees are built along held-out rows with the head's probabilities at every temperature of the grid, and the
 temperature with the highest simulated β is kept. Then the prompts of those rows are decoded with every number of nodes
 in turn, and the number that gives the most tokens per second on this machine is kept. The decoded text does not change.
-Use --rows no larger than the --held_out of training (64 unless it was set): then no row was trained on.
+More --rows than the --held_out of training are refused; a line says if the head was trained on other data.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from draft_heads.data.collate import DraftCollator
 from draft_heads.data.common.progress import track
+from draft_heads.data.fingerprint import weights_hashes
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
@@ -32,6 +33,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.accuracy import ROWS, check_held_out
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser, write_tuned
 from draft_heads.train.held_out import replay_answers
 from draft_heads.train.options import RunOptions
@@ -39,7 +41,7 @@ from draft_heads.train.training_data import load_data
 
 NODES = (2, 4, 6, 8, 12, 16, 24, 32, 64)
 COUNTS = {
-    "rows": (64, "held-out rows on which temperatures are compared"),
+    "rows": (ROWS, "held-out rows on which temperatures are compared"),
     "prompts": (16, "how many of these rows' prompts are decoded to compare numbers of nodes"),
     "new_tokens": (64, "longest answer to such a prompt, in tokens"),
     "max_nodes": (32, "nodes of the trees with which temperatures are compared"),
@@ -81,6 +83,18 @@ def decoding_speed(
     }
 
 
+def best_temperature(betas: dict[float, float]) -> float:
+    """The one of the highest β; of equal ones that nearest 1, which leaves the head's probabilities alone."""
+    return max(betas, key=lambda temperature: (betas[temperature], -abs(temperature - 1)))
+
+
+def check_new_file(output: Path) -> None:
+    """ValueError unless --output is a file still to be made."""
+    if output.exists():
+        remedy = "name a file in it" if output.is_dir() else "name another, or remove it"
+        raise ValueError(f"--output must be a new file; {output} is there already; {remedy}")
+
+
 def run() -> None:
     parser = target_parser(__doc__)
     add = parser.add_argument
@@ -95,16 +109,16 @@ def run() -> None:
     for temperature in args.temperatures:
         check_tree_temperature(temperature)
     check_positive(args, "rows", "max_nodes", "prompts", "new_tokens", "nodes")
+    check_new_file(args.output)
     read_config(args.head)  # what cannot be read is told before the target is loaded
-    for folder in args.dataset:
-        load_distilled(folder)
+    check_held_out({"the head": args.head}, args.rows, [load_distilled(folder) for folder in args.dataset])
     target = load_target(args)
     head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype)
     head = prepare_for_drafting(head)  # shared by all drafters
     rows = RunOptions(args.target, args.dataset, target_adapter=args.target_adapter, held_out=args.rows)
     _, held_out, _, collator = load_data(rows, target, head.config.target_layers, "--rows")
     betas = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)
-    best = max(betas, key=lambda temperature: betas[temperature])
+    best = best_temperature(betas)
     for temperature, beta in betas.items():
         print(f"temperature {temperature:<5g} simulated β {beta:.3f}{'  <' if temperature == best else ''}")
     if betas[best] != betas[best]:
@@ -123,7 +137,8 @@ def run() -> None:
     if speeds[fastest]["gamma"] < 1:
         print("on this machine no number of nodes is faster than decoding without drafts")
     tuned = {"tree_temperature": best, "max_nodes": fastest, "simulated_beta": betas, "speed": speeds}
-    write_tuned(args.output, tuned, target)
+    loaded_hash = weights_hashes(load_head(args.head))["weights_hash"]
+    write_tuned(args.output, tuned, head.config.kind, args.head, loaded_hash, target)
     print(f"written: temperature {best:g} and {fastest} nodes in {args.output}")
 
 

@@ -10,9 +10,11 @@ every prompt of the question; a key that is unknown, or that nothing reads, is a
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -24,7 +26,7 @@ from draft_heads.data.text.known_benchmarks import Description, describe, known_
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
 
-__all__ = ["BenchmarkError", "Question", "gsm8k_answer", "load_benchmark"]
+__all__ = ["BenchmarkError", "Question", "checked_id", "gsm8k_answer", "load_benchmark", "questions_checksum"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,20 @@ class BenchmarkError(ValueError):
     """A benchmark that cannot be read; the message names file, line and reason."""
 
 
+def checked_id(value: Any) -> int | str:
+    """A question's id: a whole number or a text, `81.0` (of a column of floats) as 81; BenchmarkError for another."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise BenchmarkError(f"an id is a whole number or a text, received {_describe(value)}; write one")
+    return value
+
+
+def questions_checksum(questions: Sequence[Question]) -> str:
+    """16 hex digits that change with any field of any question."""
+    return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
+
+
 def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> list[Question]:
     """The first `limit` questions of a file, URL or hub id, or of what a YAML file describes (`known_benchmarks`).
 
@@ -87,10 +103,10 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
             record = without_none(record)
             reader = reader or _reader_of(record, described)
             question = reader(record, row)
-            if not isinstance(question.question_id, int | str):
-                raise BenchmarkError(f"an id is a number or a text, received {_describe(question.question_id)}")
             if question.category is not None and not isinstance(question.category, str):
                 raise BenchmarkError(f"'category' is a text, received {_describe(question.category)}")
+            category = question.category if (question.category or "").strip() else None
+            question = replace(question, question_id=checked_id(question.question_id), category=category)
             if question.question_id in found and reader is _conversation:  # ids of conversations are free text
                 question = replace(question, question_id=f"{question.question_id} ({place})")
             if question.question_id in found:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, DivisionByZero, InvalidOperation
+from itertools import pairwise
 
-# A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals. A full stop
-# after it is not part of it.
+# A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals, exponent of
+# ten. A full stop after it is not part of it.
 _NUMBER = re.compile(
     r"(?:(?<![\w)%.])[-−–](?![$€£][-−–]))?[$€£]?(?:(?<=[$€£])[-−–])?"
-    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
+    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<!\d)\.\d+)"
 )
 _LEAD = re.compile(
     r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?|(?:[^\W\d_]+[ \t]*){0,4}[:=])?(?:[\s*_`$\\]|boxed\{)*",
@@ -20,33 +21,41 @@ _THOUSANDS = re.compile(
 )  # LaTeX's, and narrow spaces
 _SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]\d|\d)")  # 1 250 000
 _MIXED = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d*[1-9]\d*)(?![\d./]\d|\d)")  # 2 1/2
+_LATEX_FRACTION = re.compile(r"(\d ?)?\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_DIVIDED = re.compile(r" ?[/÷] ?")  # between the last two numbers of a text
 _HEADING = re.compile(r"[.):][ \t]*[^\W\d]")  # after the number of `#### 2. Total`
 _OPERATORS = {"+": "+", "plus": "+", "-": "-", "−": "-", "–": "-", "minus": "-", "/": "/", "÷": "/", r"\div": "/"}
 _OPERATORS |= dict.fromkeys(("*", "×", "·", "x", "X", "times", r"\times", r"\cdot"), "*")
 _OPERATORS |= {"of": "of", "^": "^", "**": "^"}
 _TOKEN = re.compile(
     rf"(?P<number>(?>{_NUMBER.pattern}))|(?P<equals>=>|->|→|[=≈]|(?:equals|is|gives|makes)\b)"
-    r"|(?P<operator>\\times|\\div|\\cdot|\*\*|[+*×·/÷−–^-]|[xX](?=[\s$€£\d])|(?:plus|minus|times|of)\b)|(?P<bracket>[()])"
+    r"|(?P<operator>\\times|\\div|\\cdot|\*\*|[+*×·÷−–^-]|/(?![^\W\d])|[xX](?=[\s$€£\d])|(?:plus|minus|times|of)\b)"
+    r"|(?P<bracket>[()])"
 )
 _DECORATION = r"(?:[\s*_`$\\{}%€£]|boxed\{|\\text\{)*"
 _BEFORE_A_NUMBER = re.compile(rf"{_DECORATION}(?:(?:about|exactly|approximately) )?")
-_AFTER_A_NUMBER = re.compile(rf"{_DECORATION}(?:[^\W\d]+{_DECORATION}){{0,3}}")  # its unit: `3 red apples + 4`
+_AFTER_A_NUMBER = re.compile(rf"{_DECORATION}(?:/?[^\W\d]+{_DECORATION}){{0,3}}")  # `3 red apples`, `2 cups/day`
 _NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
 
 
 def gsm8k_answer(text: str) -> Decimal | None:
-    """The last number that a `####` marks, else the last number of the text; None when there is none.
+    """The last number that a `####` marks, else the last number of the text, or fraction; None when there is none.
 
     Of a marked equation it is the last side that is a number, of a sum without a result its value. Examples:
-    "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "#### 3 + 4 = 7" → 7; "#### 3 + 4" → 7; "She pays $-3." → -3.
+    "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "#### 3 + 4 = 7" → 7; "#### 3 + 4" → 7; "She pays $-3." → -3; "It is 3/4."
+    → 0.75; "on 1/2/2024" → 2024.
     """
     text = _SPACED.sub(lambda found: found[0].replace(" ", ""), _THOUSANDS.sub(",", text))
+    text = _LATEX_FRACTION.sub(lambda found: f"{f'{found[1].strip()} ' if found[1] else ''}{found[2]}/{found[3]}", text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Decimal(found[2]) / Decimal(found[3])), text)
     marked = [number for part in text.split("####")[1:] if (number := _number_after_mark(part)) is not None]
     if marked:
         return marked[-1]
-    numbers = _NUMBER.findall(text)
-    return _decimal(numbers[-1]) if numbers else None
+    numbers = list(_NUMBER.finditer(text))
+    divided = [bool(_DIVIDED.fullmatch(text, a.end(), b.start())) for a, b in pairwise(numbers[-3:])]
+    if divided[-1:] == [True] and divided[:-1] != [True]:  # no date
+        return _value([numbers[-2][0], "/", numbers[-1][0]])
+    return _decimal(numbers[-1][0]) if numbers else None
 
 
 def _number_after_mark(text: str) -> Decimal | None:
@@ -124,4 +133,4 @@ def _value(side: list[str]) -> Decimal | None:
 
 
 def _decimal(number: str) -> Decimal:
-    return Decimal(re.sub(r"[^\d.-]", "", re.sub("[−–]", "-", number)))
+    return Decimal(re.sub(r"[^\d.eE+-]", "", re.sub("[−–]", "-", number)))

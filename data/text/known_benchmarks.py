@@ -29,6 +29,8 @@ from typing import Any
 
 import yaml
 
+from draft_heads.configs.yaml_files import read_yaml
+
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "benchmarks"
 SCORES = ("accuracy", "rouge2", "pass_at_1")
 _TEXTS = ("source", "config", "split", "prompt", "reference", "id", "score")
@@ -113,7 +115,7 @@ def describe(name: str, source: str) -> tuple[Description | None, str]:
 def read_description(path: Path) -> Description:
     """The description in a file; ValueError names the file and the key that is wrong."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a YAML file that describes it") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_heads.data.common.files import write_text
+from draft_heads.data.text.benchmarks import checked_id
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import Evaluation
@@ -25,7 +26,7 @@ QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other
 
 
 LENGTHS, ACCEPTED, PROMPTS = "accept_lengths_per_turn", "accepted_drafts_per_turn", "prompt_tokens"
-BY_SOURCE = "accepted_by_source_per_turn"
+BY_SOURCE, FINISH_REASONS = "accepted_by_source_per_turn", "finish_reasons"
 """What our own files say beside the counts that all have."""
 
 
@@ -46,6 +47,7 @@ class AnsweredTurn:
     accepted: Sequence[int] = ()
     prompt_tokens: int = 0
     by_source: Mapping[int, int] = field(default_factory=dict)
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,7 @@ def _parse_answer(row: Any) -> Answer:
         raise ValueError(str(row))
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
-    question_id = row.get("question_id")
-    if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
-        raise ValueError(f"question_id must be a number or a string, got {question_id!r}")
+    question_id = checked_id(row.get("question_id"))
     choices = row.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise ValueError("choices must be a list that starts with an object")
@@ -108,9 +108,14 @@ def _parse_answer(row: Any) -> Answer:
     benchmark, model = (row[key] if isinstance(row.get(key), str) else None for key in ("benchmark", "model_id"))
     (batch_size,) = _checked([row.get("batch_size", 1)], "batch_size", int)
     counts = _column(choice, BY_SOURCE, dict, len(texts)) if BY_SOURCE in choice else [{}] * len(texts)
+    ends = _column(choice, FINISH_REASONS, str, len(texts)) if FINISH_REASONS in choice else [""] * len(texts)
     own = [
-        {**steps_of_turn, "by_source": dict(enumerate(_checked(list(count.values()), f"choices[0].{BY_SOURCE}", int)))}
-        for steps_of_turn, count in zip(_steps(choice, steps, new_tokens), counts)
+        {
+            **steps_of_turn,
+            "by_source": dict(enumerate(_checked(list(count.values()), f"choices[0].{BY_SOURCE}", int))),
+            "finish_reason": end,
+        }
+        for steps_of_turn, count, end in zip(_steps(choice, steps, new_tokens), counts, ends)
     ]
     turns = tuple(
         AnsweredTurn(*turn, question=(benchmark, question_id), turn=index, **own[index])
@@ -195,6 +200,7 @@ def answer_row(turns: Sequence[TurnRecord], sources: Sequence[str] | None = None
         LENGTHS: [list(generation.accept_lengths) for generation in generations],
         ACCEPTED: [generation.accepted for generation in generations],
         PROMPTS: [len(turn.prompt) for turn in turns],
+        FINISH_REASONS: [generation.finish_reason for generation in generations],
     }
     if sources:
         choice[BY_SOURCE] = [accepted_by_source([turn], sources) for turn in turns]

@@ -20,8 +20,10 @@ NEEDED = ("benchmark", "category", "drafter", "questions", "beta", "gamma", "gam
 FIGURES = (
     *("questions", "turns", "new_tokens", "target_steps", "beta", "beta_low", "beta_high"),
     *("gamma", "gamma_low", "gamma_high", "tokens_per_second"),
-    *("identical_turns", "near_ties", "unexplained", "accuracy", "rouge2", "pass_at_1"),
+    *("identical_turns", "near_ties", "unexplained", "accuracy", "rouge2", "pass_at_1", "cut"),
 )
+CHECKSUMS = "question_checksums"
+"""The setting that holds the checksum of each benchmark's questions."""
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"β": r"$\beta$", "γ": r"$\gamma$", "×": r"$\times$", "–": "--"}
 
@@ -46,9 +48,12 @@ def read_reports(paths: Sequence[Path], any_target: bool = False) -> dict[str, R
 def read_report(file: Path) -> Report:
     """The content of a report.json; ValueError for a file that is missing, cut or something else."""
     if not file.is_file():
-        unfinished = (file.parent / "parts").is_dir()
-        found = "an unfinished run; repeat its command" if unfinished else "none; name the --output of an evaluation"
-        raise ValueError(f"a report is a folder with report.json, or that file; {file.parent} holds {found}")
+        folder = file.name == "report.json" and file.parent.is_dir()
+        found = f"{file.parent} holds none" if folder else f"{file} does not exist"
+        found += "; name the --output of an evaluation"
+        if folder and (file.parent / "parts").is_dir():
+            found = f"{file.parent} holds an unfinished run; repeat its command"
+        raise ValueError(f"a report is a folder with report.json, or that file; {found}")
     remedy = "repeat the evaluation with --overwrite"
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
@@ -117,10 +122,12 @@ def facts(report: Report) -> dict[str, str]:
     target, known = report["target"] or {}, dict[str, Any]()
     known |= {"target": target.get("path"), "parameters": target.get("parameters")}
     known |= {"dtype": target.get("dtype"), "device": target.get("device")}
-    known |= {key: value for key, value in report["settings"].items() if key != "drafters"}
+    settings = report["settings"]
+    known |= {key: value for key, value in settings.items() if key not in ("drafters", "benchmarks", CHECKSUMS)}
     known |= {key: value for key, value in report["environment"].items() if key != "time"}
     for row in overall(report["results"]):
-        known[f"questions: {row['benchmark']}"] = row["questions"]
+        checksum = (settings.get(CHECKSUMS) or {}).get(row["benchmark"])
+        known[f"questions: {row['benchmark']}"] = row["questions"], *([checksum] if checksum else [])
     for drafter, options in report["options"].items():
         known |= {f"{drafter}: {name}": value for name, value in options.items()}
     return {key: setting(value) for key, value in known.items() if value is not None}

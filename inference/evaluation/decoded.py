@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from urllib.parse import quote
 
 from draft_heads.data.common.files import LOCK, lock_folder, write_text
+from draft_heads.inference.evaluation.made_from import differences
 from draft_heads.inference.generation import Generation
 
 Prompt = tuple[int, ...]
@@ -89,6 +90,10 @@ class TurnRecord:
         return self.generation.accepted
 
     @property
+    def finish_reason(self) -> str:
+        return self.generation.finish_reason
+
+    @property
     def by_source(self) -> Mapping[int, int]:
         return Counter(self.generation.sources)
 
@@ -132,23 +137,26 @@ class DecodedFolder:
     def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
         """Start a run, or resume one of the same settings; ValueError naming what differs for another run's groups, and
         while another process writes to the folder.
+
+        Groups without run.json, which goes last, are what is left of another run.
         """
         known = self.folder / "run.json"
         wanted = json.loads(json.dumps(settings))
         self._lock = lock_folder(self.folder, "--output")
+        changed = list[str]()
         if overwrite:
-            for path in self.folder.iterdir():
+            for path in sorted(self.folder.iterdir(), key=known.__eq__):
                 if path.name != LOCK:
                     path.unlink()
         elif known.is_file():
-            before = json.loads(known.read_text(encoding="utf-8"))
-            changed = sorted(key for key in wanted.keys() | before.keys() if wanted.get(key) != before.get(key))
-            if changed:
-                differences = "; ".join(f"{key} was {before.get(key)!r}, now {wanted.get(key)!r}" for key in changed)
-                raise ValueError(
-                    f"--output {self.folder.parent} holds an unfinished run with other settings ({differences}); "
-                    "repeat those, choose another folder or add --overwrite"
-                )
+            changed = differences(json.loads(known.read_text(encoding="utf-8")), wanted)
+        elif any(self.folder.glob("*-*.json")):
+            changed = ["its run.json is missing"]
+        if changed:
+            raise ValueError(
+                f"--output {self.folder.parent} holds an unfinished run with other settings ({'; '.join(changed)}); "
+                "repeat those, choose another folder or add --overwrite"
+            )
         write_text(known, json.dumps(wanted, indent=2))
 
     def clear(self) -> None:

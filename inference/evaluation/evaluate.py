@@ -138,7 +138,7 @@ def decode(
         if decoded.expected is None:
             if not has_stop_rules(oracle.settings):  # the row of `generate` has the oracle's own answers
                 hf = engines.get(TRANSFORMERS)
-                rows = [row for row in decoded.records if row.drafter == TRANSFORMERS and isinstance(hf, HFGenerate)]
+                rows = [row for row in decoded.records if row.drafter == TRANSFORMERS and type(hf) is HFGenerate]
                 oracle.add_answers({row.prompt: row.generation.tokens for row in rows})
             prompts = dict.fromkeys(record.prompt for record in decoded.records)
             store.put(group, replace(decoded, expected={prompt: oracle.answer(prompt) for prompt in prompts}))
@@ -188,15 +188,14 @@ def scores_of(record: TurnRecord, benchmark: Benchmark) -> dict[str, float]:
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """The fields `sources`, `findings`, `options` and `kinds` of an evaluation of these drafters."""
+    """The fields `sources`, `options` and `kinds` of an evaluation of these drafters."""
     sources = {name: drafter.sources for name, drafter in drafters.items()}
     options = {name: drafter.settings() for name, drafter in drafters.items()}
     kinds = {
         name: "+".join(part.drafter.kind for part in getattr(drafter, "parts", ())) or drafter.kind
         for name, drafter in drafters.items()
     }
-    found = findings_of({name: [drafter] for name, drafter in drafters.items()})
-    return {"sources": sources, "findings": found, "options": options, "kinds": kinds}
+    return {"sources": sources, "options": options, "kinds": kinds}
 
 
 def drafters_of(engines: Mapping[str, AnyEngine]) -> dict[str, list[Drafter]]:

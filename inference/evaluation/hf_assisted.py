@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
 
+from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.words import split_pairs
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, hf_generate
@@ -27,12 +28,16 @@ def parse_hf_row(text: str) -> tuple[str, dict[str, str]] | None:
     words, *pairs = rest.split(",") if equals and "," not in name else text.split(",")
     if words != TRANSFORMERS:
         return None
-    options = split_pairs(pairs, text)
-    if words == text.partition(",")[0] or len(options) != 1 or not options.keys() <= {"prompt_lookup", "assistant"}:
+    options, plain = split_pairs(pairs, text), TRANSFORMERS in (name, text.partition(",")[0])
+    if plain or len(options) != 1 or not options.keys() <= {"prompt_lookup", "assistant"}:
         raise ValueError(
             f"a row of generate is {TRANSFORMERS}, NAME={TRANSFORMERS},prompt_lookup=N or NAME={TRANSFORMERS},"
-            f"assistant=DIR; got {text!r}; write e.g. hf_lookup={TRANSFORMERS},prompt_lookup=10"
+            f"assistant=DIR, under another name; got {text!r}; write e.g. hf_lookup={TRANSFORMERS},prompt_lookup=10"
         )
+    try:
+        DrafterSpec.parse(f"{name}=vanilla")  # its rules for names
+    except ValueError as error:
+        raise ValueError(str(error).replace(f"{name}=vanilla", text)) from None
     if (tokens := options.get("prompt_lookup")) is not None and not (tokens.isdecimal() and int(tokens)):
         raise ValueError(f"prompt_lookup is how many tokens are drafted, 1 or more; got {tokens!r}; write 10")
     return name, options

@@ -10,26 +10,46 @@ from typing import Any
 from draft_heads.data.common.files import checksum, write_text
 
 NOTE = "made_from.json"
+_OF_MODELS = (".json", ".safetensors", ".bin", ".npy", ".jinja", ".model", ".txt", ".py")
+_LARGE = 2**30  # bytes
 
 
-def content_of(source: str | Path) -> str:
-    """Checksum of a file; what is none, say a hub id, is named as it is."""
-    return checksum(Path(source)) if Path(source).is_file() else str(source)
+def content_of(source: str | Path) -> Any:
+    """Checksum of a file (of one of 1 GiB or more its size and time of change), or name → checksum of the files of a
+    model, head or datastore in a folder. What is neither, say a hub id, is named as it is.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return {file.name: content_of(file) for file in sorted(path.iterdir()) if file.suffix in _OF_MODELS}
+    if not path.is_file():
+        return str(source)
+    about = path.stat()
+    return checksum(path) if about.st_size < _LARGE else [about.st_size, about.st_mtime_ns]
 
 
-def must_be_made(folder: Path, finished: str, made_from: Mapping[str, Any], overwrite: bool) -> bool:
+def differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """["limit was 3, now None", "heads.ctc was 'a', now 'b'"]: what differs in two mappings and those inside them."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [] if before == now else [f"{name} was {before!r}, now {now!r}"]
+    inside = {key: f"{name}.{key}" if name else key for key in before | now}
+    return [text for key, path in inside.items() for text in differences(before.get(key), now.get(key), path)]
+
+
+def must_be_made(
+    folder: Path, finished: str, made_from: Mapping[str, Any], overwrite: bool, remedy: str = "add --overwrite"
+) -> bool:
     """Whether the file `finished` is still to be made in `folder`, where what it is made from is noted.
 
-    ValueError, which names the differences, if it was made or begun from something else.
+    ValueError, which names the differences and ends with the remedy, if it was made or begun from something else.
     """
     note, wanted = folder / NOTE, json.loads(json.dumps(made_from))
-    if not overwrite and (note.is_file() or (folder / finished).is_file()):
+    if overwrite:
+        (folder / finished).unlink(missing_ok=True)  # the new note is not true of it
+    elif note.is_file() or (folder / finished).is_file():
         before = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
-        changed = [name for name in wanted | before if wanted.get(name) != before.get(name)]
-        if changed:
-            differences = "; ".join(f"{name} was {before.get(name)!r}, now {wanted.get(name)!r}" for name in changed)
-            remedy = "repeat what it was made from, take another --output or add --overwrite"
-            raise ValueError(f"{folder} was made from something else ({differences}); {remedy}")
+        if changed := "; ".join(differences(before, wanted)):
+            what = "repeat what it was made from, take another --output"
+            raise ValueError(f"{folder} was made from something else ({changed}); {what} or {remedy}")
     folder.mkdir(parents=True, exist_ok=True)
     write_text(note, json.dumps(wanted, indent=1, ensure_ascii=False) + "\n")
-    return overwrite or not (folder / finished).is_file()
+    return not (folder / finished).is_file()

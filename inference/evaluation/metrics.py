@@ -31,6 +31,7 @@ class Turn(Protocol):
     wall_time       seconds; None for a replayed one
     accept_lengths, accepted  as in `Generation`
     by_source       tokens of each source, by its index
+    finish_reason   as in `Generation`; "" where it is not known
     """
 
     @property
@@ -51,6 +52,8 @@ class Turn(Protocol):
     def accepted(self) -> Sequence[int]: ...
     @property
     def by_source(self) -> Mapping[int, int]: ...
+    @property
+    def finish_reason(self) -> str: ...
 
 
 def shown_name(row: Mapping[str, Any]) -> str:
@@ -133,13 +136,15 @@ def turn_figures(
 ) -> dict[str, Any]:
     """The figures of a row that follow from what answer files hold, too; `plain` are the plain loop's turns.
 
-    Those that need what each step did are empty where a file does not tell it.
+    Those that need what each step did are empty where a file does not tell it. `cut`: how many answers ended at the
+    longest length or the context; None where one does not say how it ended.
     """
     new_tokens, steps = sum(turn.new_tokens for turn in turns), sum(turn.target_steps for turn in turns)
     times = [turn.wall_time for turn in turns]
     timed = [seconds for seconds in times if seconds is not None]
     seconds = sum(timed) if len(timed) == len(times) else None
     gamma, interval = (None, None) if seconds is None else speedup(turns, plain, seed)
+    ends = [turn.finish_reason for turn in turns]
     stepwise = turns if all(len(turn.accept_lengths) == turn.target_steps for turn in turns) else []
     histogram = accept_length_histogram(stepwise)
     return {
@@ -152,6 +157,7 @@ def turn_figures(
         "gamma": gamma,
         "gamma_ci95": interval,
         "tokens_per_second": new_tokens / seconds if seconds else None,
+        "cut": sum(end in ("length", "context") for end in ends) if all(ends) else None,
         "accept_length_histogram": histogram,
         "acceptance_by_position": acceptance_by_position(histogram),
         "beta_by_output_position": beta_by_output_position(stepwise),
@@ -163,9 +169,10 @@ def turn_figures(
 
 def without_shared_seconds(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of answers that were decoded together: they share seconds and joules by tokens, so none has its own. γ has
-    no interval, and neither has a value by category."""
-    shared = {"gamma_ci95", *(("gamma", "over_transformers", "joules_per_token") if row["category"] else ())}
-    return {key: None if key in shared else value for key, value in row.items()}
+    no interval, and what is made of seconds or joules has no value by category."""
+    shared = ("gamma", "over_transformers", "wall_seconds", "tokens_per_second", "time_share", "joules_per_token")
+    dropped = {"gamma_ci95", *(shared if row["category"] else ())}
+    return {key: None if key in dropped else value for key, value in row.items()}
 
 
 def score_figures(scores: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -191,7 +198,7 @@ def speedup(turns: Sequence[Turn], baseline: Sequence[Turn], seed: int) -> tuple
             entry[offset] += one.wall_time or 0.0
             entry[offset + 1] += one.new_tokens
     sums_Q4 = torch.tensor(list(sums.values()), dtype=torch.float64).view(-1, 4)
-    if not sums_Q4.sum(0)[1:].all():
+    if not sums_Q4.sum(0).all():
         return None, None
     return float(_speedup(sums_Q4.sum(0))), _interval(_speedup(_bootstrap(sums_Q4, seed)))
 

@@ -21,7 +21,14 @@ from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build
 from draft_heads.inference.evaluation.answer_files import Answer, QuestionKey, check_one_benchmark, some
 from draft_heads.inference.evaluation.carried_over import carried_over
 from draft_heads.inference.evaluation.decoded import TurnRecord
-from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Render, described
+from draft_heads.inference.evaluation.evaluate import (
+    Benchmark,
+    Evaluation,
+    Messages,
+    Render,
+    described,
+    findings_of,
+)
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.kv_cache import STEPS
@@ -35,7 +42,7 @@ def replay(
     hidden: Tensor | None = None,
     aux_hidden: Tensor | None = None,
 ) -> Generation:
-    """The answer as greedy decoding with `drafter` would have written it; `seconds` stays empty.
+    """The answer as greedy decoding with `drafter` would have written it; `seconds` and `finish_reason` stay empty.
 
     Takes the same steps as `DecodingEngine` with a target that writes `answer` after `prompt` and stops: the prefill
     gives the first token, and the last step keeps no more tokens than are left. A drafter that reads more than the text
@@ -45,7 +52,7 @@ def replay(
     is accepted after d and ends the answer: three steps for five tokens, β = 1.67.
     """
     tokens = list(answer)
-    done = Generation(tokens[:1], [1] if tokens else [], [-1] * len(tokens[:1]), {}, "stop")
+    done = Generation(tokens[:1], [1] if tokens else [], [-1] * len(tokens[:1]))
     if not tokens:
         return done
     count = len(prompt)  # of the tokens that the newest step commits
@@ -132,7 +139,10 @@ def answer_tokens(tokenizer: Any, text: str, new_tokens: int) -> list[int]:
 
 
 def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:
-    """The question of each answer; without `questions`, one without text. ValueError names those that are missing."""
+    """The question of each answer, with the turns that were answered; without `questions`, one without text.
+
+    ValueError names those that are missing.
+    """
     if questions is None:
         return [Question(answer.question_id, None, [""] * len(answer.turns)) for answer in answers.values()]
     check_one_benchmark(answers)
@@ -149,7 +159,7 @@ def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Q
                 f"question {question.question_id!r} has {len(question.turns)} turns in --questions and "
                 f"{len(answer.turns)} answers; pass the file that was answered"
             )
-    return found
+    return [replace(one, turns=one.turns[: len(answer.turns)]) for one, answer in zip(found, answers.values())]
 
 
 def replay_all(
@@ -167,9 +177,9 @@ def replay_all(
             replayed = replay(drafter, turn.prompt, turn.generation.tokens)
             records.append(replace(turn, drafter=drafter_name, generation=replayed))
     progress("replayed", total, total)
-    carried = carried_over({drafter_name: [drafter] for drafter_name, drafter in drafters.items()}, records)
-    facts: dict[str, Any] = {**described(drafters), "carried_over": carried}
-    return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **facts)
+    alike = {drafter_name: [drafter] for drafter_name, drafter in drafters.items()}
+    facts: dict[str, Any] = {"findings": findings_of(alike), "carried_over": carried_over(alike, records)}
+    return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **(described(drafters) | facts))
 
 
 def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) -> dict[str, Drafter]:

@@ -196,7 +196,7 @@ def explanation(report: dict[str, Any]) -> str:
     """What β, γ and lossless mean in this report."""
     if report["target"] is None:
         return EXPLANATION_REPLAY
-    interval = INTERVAL if any(row["gamma_ci95"] for row in overall(report["results"])) else NO_INTERVAL
+    interval = NO_INTERVAL if report["settings"].get("batch_size", 1) > 1 else INTERVAL
     return EXPLANATION.format_map(report["settings"] | {"interval": interval})
 
 
@@ -206,12 +206,28 @@ def scores_note(report: dict[str, Any]) -> list[str]:
     return [f"Score: {', '.join(f'{title} of {name}' for name, title in titles.items())}."] if titles else []
 
 
+def cut_note(report: dict[str, Any]) -> list[str]:
+    """A sentence on the benchmarks with answers that were cut, how many of each; a range where drafters differ."""
+    found: dict[str, dict[int, str]] = {}
+    for row in overall(report["results"]):
+        if (cut := row.get("cut")) is not None:
+            found.setdefault(row["benchmark"], {})[cut] = f"of {row['turns']}"
+    counts = [
+        f"{name} {'–'.join(map(str, sorted({min(each), max(each)})))} {each[max(each)]}"
+        for name, each in found.items()
+        if max(each)
+    ]
+    rule = "Answers cut at the longest length or the end of the context, and scored as far as they go"
+    return [f"{rule}: {', '.join(counts)}."] if counts else []
+
+
 def results_notes(report: dict[str, Any]) -> list[str]:
     """The sentences under the table of results."""
     return [
         *skipped_note(report),
         explanation(report),
         *scores_note(report),
+        *cut_note(report),
         *few_turns_note(report),
         *notes(report["carried_over"]),
         *([EXPLANATION_TRANSFORMERS] if has_transformers(report) else []),

@@ -6,6 +6,7 @@ The figures are those of the last turn of each question, between 0 and 1; a repo
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -17,12 +18,14 @@ from draft_heads.inference.evaluation.run_code import check_machine, pass_at_1
 TITLES = dict(zip(SCORES, ("accuracy", "ROUGE-2 (F)", "pass@1")))
 """What reports call the scores."""
 
-_END_OF_THOUGHT = "</think>"
+_UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+"""Scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters."""
 
 
 class Scorer:
     """Scores answers, what follows their thoughts, each text to a question once; lossless drafters share the target's.
 
+    Of an answer that ends within its thought, what comes before it is scored: nothing, if it begins with `<think>`.
     run_code: whether code from answers may be run on this machine, without which `pass_at_1` is not scored. ValueError
     if it may and the machine cannot limit it.
     """
@@ -39,7 +42,7 @@ class Scorer:
         """{name of the score: value} of the answer to a question's last turn; empty if it is not scored."""
         if question.score is None or self._why_not(question.score):
             return {}
-        answer = answer.rpartition(_END_OF_THOUGHT)[2]
+        answer = answer.rpartition("</think>")[2].partition("<think>")[0]
         key = question.question_id, answer
         if key not in self._known:
             self._known[key] = {question.score: _value(question, answer)}
@@ -72,9 +75,10 @@ def same_number(answer: str, reference: str) -> bool:
 def rouge2(answer: str, reference: str) -> float:
     """ROUGE-2 F of a summary: the harmonic mean of the shares of common word pairs, words stemmed.
 
-    The package knows a-z and 0-9; words of a reference that has none of these are runs of letters.
+    The package's own words are runs of a-z and 0-9, accents apart; where the reference has other letters, `_Words`.
     """
-    scorer = rouge_scorer(latin=re.search("[a-z0-9]", reference.lower()) is not None)
+    letters = filter(str.isalpha, unicodedata.normalize("NFKD", reference.lower()))
+    scorer = rouge_scorer(latin=all(letter.isascii() for letter in letters))
     assert scorer is not None
     return float(scorer(reference, answer)["rouge2"].fmeasure)
 
@@ -84,18 +88,27 @@ def rouge_scorer(latin: bool = True) -> Callable[[str, str], dict[str, Any]] | N
     """`score(reference, answer)` of the package rouge-score, None if it is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer  # takes a second
+        from rouge_score.tokenizers import DefaultTokenizer
     except ImportError:
         return None
-    words = None if latin else _Letters()
-    score: Callable[[str, str], dict[str, Any]] = RougeScorer(["rouge2"], use_stemmer=True, tokenizer=words).score
+    own = DefaultTokenizer(use_stemmer=True)
+    words = own if latin else _Words(own.tokenize)
+    score: Callable[[str, str], dict[str, Any]] = RougeScorer(["rouge2"], tokenizer=words).score
     return score
 
 
-class _Letters:
-    """A tokenizer of rouge-score for scripts that its own does not know."""
+class _Words:
+    """A tokenizer of rouge-score for every script: words of a-z and 0-9 are stemmed as its own does."""
+
+    def __init__(self, stem: Callable[[str], list[str]]) -> None:
+        self._stem = stem
 
     def tokenize(self, text: str) -> list[str]:
-        return re.findall(r"\w+", text.lower())
+        """Runs of letters, their marks, and digits; in a script without spaces each character is a word."""
+        text = unicodedata.normalize("NFC", text.lower())
+        text = "".join(one if one.isalnum() or unicodedata.category(one)[0] == "M" else " " for one in text)
+        words = re.sub(_UNSPACED, r" \g<0> ", text).split()
+        return [token for word in words for token in (self._stem(word) if word.isascii() else [word])]
 
 
 def mean_scores(scores: Sequence[dict[str, float]]) -> dict[str, float | None]:

@@ -14,8 +14,8 @@
 
 A cell is measured as its fields say: those of `cell`, over them those of its row, over them those of its column.
 
-    measure     the path of a figure in a row of report.json (`gamma`, `time_share.draft`), `accuracy` of a head, or
-                `head.steps`, `head.parameters`, `head.bytes_read`, `head.simulated_beta`
+    measure     the path of a figure in a row of report.json (`gamma`, `time_share.draft`; see `FIGURES`), `accuracy` of
+                a head, `head.steps`, `head.parameters`, `head.simulated_beta`, or `head.bytes_read` as it was decoded
     drafter     as for scripts/evaluate.py; {head} is the head's folder, {kind} its kind, {draft_model} that of
                 --draft_model, and any other {field} that of the cell. Default with a head: "{kind}:{head}"
     head        the head's name, of `heads`
@@ -35,6 +35,7 @@ from typing import Any
 
 import yaml
 
+from draft_heads.configs.yaml_files import read_yaml
 from draft_heads.data.text.benchmarks import Question, load_benchmark
 from draft_heads.heads.accuracy import TOP
 from draft_heads.inference.evaluation.report import markdown_table
@@ -45,16 +46,31 @@ HEAD_FACTS = ("steps", "parameters", "bytes_read", "simulated_beta")
 _PLACE = re.compile(r"\{(\w+)\}")
 _AXES = ("rows", "columns")
 FIGURES = (
-    *("beta", "gamma", "over_transformers", "tokens_per_second", "time_share", "acceptance_by_position", "lossless"),
-    *("questions", "turns", "skipped", "new_tokens", "target_steps", "wall_seconds", "score", "rouge2", "pass_at_1"),
+    *("beta", "gamma", "over_transformers", "tokens_per_second", "wall_seconds"),
+    *("questions", "turns", "skipped", "new_tokens", "target_steps", "score.accuracy", "rouge2", "pass_at_1"),
+    *(f"time_share.{part}" for part in ("draft", "verify", "accept", "other")),
+    *(f"lossless.{count}" for count in ("identical_turns", "turns", "near_ties", "unexplained")),
+    *(f"acceptance_by_position.{of}.N" for of in ("unconditional", "conditional")),
 )
-"""First words of a `measure` of a report."""
+"""What a `measure` of a report can be; N counts from 0."""
 OWN_OPTIONS = ("target", "drafters", "benchmarks", "output", "overwrite", "config", "list_drafters")
 """Options of scripts/evaluate.py that a study sets by itself."""
-_FORMS = {  # the last word of a measure → digits, format and unit of its values
+_COUNTS = (
+    "questions",
+    "turns",
+    "skipped",
+    "new_tokens",
+    "target_steps",
+    "lossless",
+    "steps",
+    "parameters",
+    "bytes_read",
+)
+_SHARES = ("time_share", "acceptance_by_position", "accuracy", "rouge2", "pass_at_1")
+_FORMS = {  # a word of a measure → digits, format and unit of its values
     **dict.fromkeys(("gamma", "over_transformers"), (2, "f", "×")),
-    **dict.fromkeys(("steps", "parameters", "bytes_read"), (0, "f", "")),
-    **dict.fromkeys(("draft", "verify", "accept", "other"), (1, "%", "")),
+    **dict.fromkeys(_COUNTS, (0, "f", "")),
+    **dict.fromkeys(_SHARES, (1, "%", "")),
 }
 
 
@@ -91,7 +107,8 @@ class Cell:
         """A value as the table shows it; unrounded: with all digits that it has, as published ones."""
         if value is None:
             return "–"
-        digits, form, unit = _FORMS.get(self.measure.rpartition(".")[2], (2, "f", ""))
+        known = (_FORMS[word] for word in self.measure.split(".") if word in _FORMS)
+        digits, form, unit = next(known, (2, "f", ""))
         if unrounded:
             digits = max(digits, len(str(value).partition(".")[2]) - (2 if form == "%" else 0))
         return f"{value:,.{digits}{form}}{unit}"
@@ -141,7 +158,7 @@ def read_study(name_or_file: str) -> Study:
     if not path.is_file():
         raise ValueError(f"a study is a YAML file or one of {', '.join(known_studies())}; got {name_or_file!r}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     valid = [*(one.name for one in fields(Study) if one.name not in ("name", "cells")), "cell"]
@@ -219,7 +236,7 @@ def _cell(path: Path, place: str, given: dict[str, Any], heads: Mapping[str, str
             raise ValueError(f"{path}: {one.name} of the cell ({place}) is no {value!r}; see {__name__}")
     if cell.offset < 0 or not 1 <= cell.top <= TOP:
         raise ValueError(f"{path}: offset is from 0 and top from 1 to {TOP}; got {cell.offset}, {cell.top} ({place})")
-    if cell.of_report and cell.measure.partition(".")[0] not in FIGURES:
+    if cell.of_report and re.sub(r"\.\d+$", ".N", cell.measure) not in FIGURES:
         raise ValueError(
             f"{path}: measure is accuracy, head.… or a figure of a report, {', '.join(FIGURES)}; got {cell.measure!r} "
             f"({place})"
@@ -269,9 +286,11 @@ def _check(path: Path, study: Study) -> None:
 # What is asked, and the table
 
 
-def mixed_questions(mix: Mapping[str, Any], parts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """FastChat rows of a mix: `each` questions of each part, in turns of `consecutive`, or shuffled where that is 0."""
+def mixed_questions(mix: Mapping[str, Any], parts: Mapping[str, str], limit: int | None = None) -> list[dict[str, Any]]:
+    """FastChat rows of a mix: `each` questions of each part, at most `limit`, in turns of `consecutive`, or shuffled
+    where that is 0. All orders of one `each` have the same questions."""
     each, run_length = mix.get("each", 20), mix.get("consecutive", 0)
+    each = min(each, limit or each)
     loaded = {name: load_benchmark(name, source, each) for name, source in parts.items()}
     rows = {name: [_fastchat_row(name, one) for one in found] for name, found in loaded.items()}
     if not run_length:
@@ -290,17 +309,15 @@ def _fastchat_row(benchmark: str, question: Question) -> dict[str, Any]:
 
 
 def figure(results: Sequence[Mapping[str, Any]], cell: Cell) -> float | None:
-    """The figure of a cell in the rows of its report; None where the report has none, ValueError for no number."""
+    """The figure of a cell in the rows of its report; None where the report has none."""
     for row in results:
         if (row["benchmark"], row["category"], row["drafter"]) == (cell.benchmark, cell.category, cell.drafter_name):
             value: Any = row
             for word in cell.measure.split("."):
                 if isinstance(value, list):
-                    value = value[int(word)] if word.isdecimal() and int(word) < len(value) else None
-                else:
-                    value = value.get(word, "nothing") if isinstance(value, dict) else value
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"a measure is the path of a number in a report; {cell.measure} is {value!r}")
+                    value = value[int(word)] if int(word) < len(value) else None
+                elif value is not None:
+                    value = value.get(word)
             return value
     return None
 

@@ -33,7 +33,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draft_heads.configs.recipes import SHAPES
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import questions
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
@@ -96,7 +95,7 @@ def prompts(target: Target, count: int, tokens: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(1, target.config.vocab_size, (count, tokens), generator=generator).tolist()
     asked = questions(count, 1, "heldout")
-    return [render_prompt(target.tokenizer, [{"role": "user", "content": row["turns"][0]}]) for row in asked]
+    return [target.renderer.prompt([{"role": "user", "content": row["turns"][0]}]) for row in asked]
 
 
 def bench_decoding(

@@ -31,7 +31,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.data.common.progress import track
 from draft_heads.data.synthetic.corpus import questions
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS as REGISTERED
 from draft_heads.heads.checkpoint import head_classes, head_variants
@@ -109,7 +108,7 @@ def make_prompts(target: Target, count: int) -> list[list[int]]:
         rng = random.Random(0)
         return [[rng.randrange(1, 211) for _ in range(rng.randint(20, 80))] for _ in range(count)]
     rendered = (
-        render_prompt(target.tokenizer, [{"role": "user", "content": row["turns"][0]}])
+        target.renderer.prompt([{"role": "user", "content": row["turns"][0]}])
         for row in questions(2 * count, 1, "heldout")
     )
     distinct = {tuple(prompt): None for prompt in rendered if len(prompt) + NEW_TOKENS <= target.max_positions}

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import yaml
+from draft_heads.configs.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = Path(__file__).resolve().parent / "defects"
@@ -57,7 +57,7 @@ class Defect:
 def listed() -> list[Defect]:
     """All defects, from one list for each area of the project."""
     files = sorted(LISTS.glob("*.yaml"))
-    return [Defect(**entry) for path in files for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    return [Defect(**entry) for path in files for entry in read_yaml(path)]
 
 
 @cache

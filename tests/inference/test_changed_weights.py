@@ -137,6 +137,17 @@ def test_the_next_answer_is_that_of_the_changed_model(change):
     assert change in (removed, laid_on, laid_on_the_head, data_of_one_row) or target._weights_hashes != hashed
 
 
+@pytest.mark.parametrize("kind", [DecodingEngine, BatchEngine])
+def test_a_drafter_with_more_tokens_than_the_changed_target_is_refused(kind):
+    target = Target(random_llama(211))
+    drafter = drafter_for(make_head(target), target, 8)  # of 211 tokens
+    engine, asked = kind(target, drafter), PROMPT if kind is DecodingEngine else [PROMPT]
+    engine.generate(asked, SETTINGS)
+    target.model.resize_token_embeddings(200)
+    with pytest.raises(ValueError, match=r"the target's vocabulary, 200 for .*; got one of kind ctc with 211"):
+        engine.generate(asked, SETTINGS)
+
+
 def test_an_adapter_that_is_switched_off_and_on_is_followed():
     model = random_llama(211)
     adapted = lora(model)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.base import Rows
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
@@ -18,6 +17,7 @@ from draft_heads.inference.step import verify_step
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, oracle_of
+from tests.tiny_chat import render_prompt
 
 PROMPT = list(range(3, 40))
 

@@ -3,6 +3,7 @@
 import gc
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,6 @@ from draft_heads.inference.evaluation.evaluate import (
     findings_of,
     judge_decoded,
 )
-from draft_heads.inference.evaluation.hf_generate import HFGenerate
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from tests.inference.stub_engine import (
@@ -250,11 +250,24 @@ def figures(evaluation):
 
 
 @pytest.mark.parametrize(
-    ("rules", "again"), [({}, False), ({"stop_strings": ("x",)}, True), ({"stop": lambda tokens: None}, True)]
+    ("rules", "assisted", "again"),
+    [
+        ({}, False, False),
+        ({"stop_strings": ("x",)}, False, True),
+        ({"stop": lambda tokens: None}, False, True),
+        ({}, True, True),
+    ],
 )
-def test_the_oracle_takes_the_answers_of_the_row_of_generate_where_no_stop_rule_cuts_them(rules, again):
-    class Generate(StubEngine, HFGenerate):
+def test_the_oracle_takes_the_answers_of_plain_generate_where_no_stop_rule_cuts_them(
+    rules, assisted, again, monkeypatch
+):
+    class Generate(StubEngine):
         pass
+
+    class Assisted(Generate):
+        pass
+
+    monkeypatch.setattr("draft_heads.inference.evaluation.evaluate.HFGenerate", Generate)
 
     class Counting(StubOracle):
         def __init__(self, settings):
@@ -271,7 +284,8 @@ def test_the_oracle_takes_the_answers_of_the_row_of_generate_where_no_stop_rule_
 
     settings = GenerationSettings(max_new_tokens=64, eos_token_ids=(0,), **rules)
     oracle = Counting(settings)
-    evaluation = evaluate({"vanilla": StubEngine(spoil=0), "transformers": Generate()}, oracle, [benchmark()], render)
+    engines = {"vanilla": StubEngine(spoil=0), "transformers": Assisted() if assisted else Generate()}
+    evaluation = evaluate(engines, oracle, [benchmark()], render)
     wrong = {row.drafter for row in evaluation.records if row.difference is not None}
     assert wrong == {"vanilla"}
     own = {row.prompt for row in evaluation.records if row.drafter == "transformers"}
@@ -309,6 +323,29 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
         DecodedFolder(tmp_path).begin({"limit": 4}, False)
     DecodedFolder(tmp_path).begin({"limit": 4}, True)
     assert not list((tmp_path / "parts").glob("bench*"))
+
+
+def test_groups_without_run_json_are_anothers_and_it_goes_last(tmp_path, monkeypatch):
+    parts, removed, unlink = DecodedFolder(tmp_path), [], Path.unlink
+
+    def note(path, **options):
+        removed.append(path.name)
+        unlink(path, **options)
+
+    parts.begin({"limit": 3}, False)
+    groups = [parts.folder / name for name in ("a-00000.json", "z-00000.json")]
+    for group in groups:
+        group.write_text("{}")
+    parts._lock.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", note)
+        parts.begin({"limit": 4}, True)
+    assert sorted(removed[:2]) == ["a-00000.json", "z-00000.json"] and removed[2] == "run.json"
+    groups[0].write_text("{}")
+    (parts.folder / "run.json").unlink()
+    parts._lock.close()
+    with pytest.raises(ValueError, match=r"other settings \(its run.json is missing\); .* add --overwrite"):
+        parts.begin({"limit": 4}, False)
 
 
 def test_processes_share_the_questions_and_one_judges(tmp_path):

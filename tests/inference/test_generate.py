@@ -11,7 +11,6 @@ from transformers import (
     StopStringCriteria,
 )
 
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
@@ -27,6 +26,7 @@ from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.checks.architectures import make_model
 from tests.inference.models import load_target, make_head, make_prompts, small_model
+from tests.tiny_chat import render_prompt
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from draft_heads.data.generation_config import (
     processor_settings,
     unapplied_settings,
 )
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
@@ -36,6 +35,7 @@ from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import ancestor_rows
 from tests.inference.models import ForkedDrafter, Rerun, in_slots, load_target, make_head
+from tests.tiny_chat import render_prompt
 
 PROMPT = [5, 6, 7, 5, 6, 30, 31, 7, 5, 6]
 ENDS = (3, 5)

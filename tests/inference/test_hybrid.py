@@ -10,6 +10,7 @@ import torch
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.medusa import RankPaths
+from draft_heads.inference.drafters.hybrid import merge
 from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, TreeSource, columns_of
@@ -148,13 +149,14 @@ def test_what_depends_on_depth_alone_is_proposed_behind_every_node():
     assert not any(len(path) > 2 and path[-1] in (7, 8, 9) for path in found)
 
 
-def test_a_tree_of_levels_alone_is_the_best_one():
+def test_a_tree_of_levels_alone_is_the_best_one(monkeypatch):
+    monkeypatch.setattr(merge, "UNLIKELY", merge.LEAST)
     generator = torch.Generator().manual_seed(5)
     for nodes in (1, 4, 9, 24):
         log_probs = (torch.randn(3, 12, generator=generator, dtype=torch.float64) * 2).log_softmax(-1)
         best = RankPaths(3, nodes, 12).best_tree(log_probs[None])
         top = log_probs.topk(min(nodes, 12))
-        source = LevelSource(least=0.0)
+        source = LevelSource()
         source.set(torch.stack([top.indices.double(), top.values]).tolist())
         tree = merged(source, LevelSource(), calibration=AsTold(), max_nodes=nodes)
         assert sorted(tree.log_probs) == pytest.approx(sorted(best.log_probs[0].tolist()))

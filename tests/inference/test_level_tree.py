@@ -119,8 +119,3 @@ def test_more_k_grams_than_entries_in_one_lookup():
     for _ in range(2):
         assert torch.equal(cache.lookup(grams, encode), encode(grams))
     assert cache.misses == 10 and cache.hits + cache.reloads == 10 and len(cache.table) == 3
-
-
-def test_a_table_of_no_entries_is_refused():
-    with pytest.raises(ValueError, match="kgram_cache must be 0"):
-        KGramCache(0)

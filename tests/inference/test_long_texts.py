@@ -1,6 +1,7 @@
 """A head says once that it drafts too little in texts longer than those it was trained on."""
 
 import logging
+from itertools import islice
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ import torch
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.heads import long_texts
 from draft_heads.inference.drafters.heads.long_texts import LongTexts
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from tests.inference.models import load_target, make_head, make_prompts
@@ -16,36 +20,65 @@ from tests.inference.models import load_target, make_head, make_prompts
 
 def test_only_steps_beyond_the_training_length_count_and_it_is_said_once(caplog):
     texts = LongTexts("ctc", 100)
-    texts.add(90, [1, 5, 5, *[1] * 255])  # places 90, 91, 96, 101, …: 255 steps beyond
+    for place in (90, 95, *range(100, 355)):  # 255 of them beyond
+        texts.add(place, 5 if place < 100 else 1)
     assert (texts.steps, texts.tokens, texts.told) == (255, 255, False)
-    texts.add(100, [1, 2])  # the prefill's token is no step
+    texts.add(100, 2)
     assert (texts.steps, texts.tokens, texts.told) == (256, 257, True)
-    texts.add(100, [1, *[1] * 300])
+    texts.add(100, 1)
     (said,) = caplog.messages
     assert said.startswith(
         "the ctc head was trained on texts of up to 100 tokens; beyond them a step gives 1.00 tokens"
     )
 
 
-@pytest.mark.parametrize(("trained", "lengths"), [(0, [1] * 400), (100, [1, *[2] * 400]), (1000, [1] * 400)])
-def test_nothing_is_said_of_unknown_lengths_accepted_drafts_and_short_texts(trained, lengths, caplog):
-    LongTexts("ctc", trained).add(100, lengths)
+@pytest.mark.parametrize(("trained", "tokens"), [(0, 1), (100, 2), (1000, 1)])
+def test_nothing_is_said_of_unknown_lengths_accepted_drafts_and_short_texts(trained, tokens, caplog):
+    texts = LongTexts("ctc", trained)
+    for place in range(100, 100 + 400 * tokens, tokens):
+        texts.add(place, tokens)
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("batch", [False, True])
-def test_engines_tell_the_drafter_of_every_answer(batch, caplog, monkeypatch):
+@pytest.mark.parametrize("engine", ["one", "left", "batch", "via"])
+def test_every_engine_counts_steps_beyond_the_training_length(engine, caplog, monkeypatch):
+    """left: a client or a stop text ends the stream; via: the head drafts for a draft model."""
     monkeypatch.setattr(long_texts, "ENOUGH_STEPS", 8)
     monkeypatch.setattr(long_texts, "LEAST_BETA", 9.0)
     target = load_target("llama", torch.float64)
     head = make_head(target, "medusa")
     head.config.trained_length = 4
-    prompts, settings = make_prompts(target, 2), GenerationSettings(24)
+    prompts, settings = make_prompts(target, 5), GenerationSettings(24, ())
     with caplog.at_level(logging.WARNING):
-        if batch:
+        if engine == "batch":
             BatchEngine(target, drafter_for(head, target, slots=2)).generate(prompts, settings)
         else:
-            engine = DecodingEngine(target, drafter_for(head, target))
+            drafter = drafter_for(head, target)
+            drafter = DraftModelDrafter(target, drafter) if engine == "via" else drafter
+            decoding = DecodingEngine(target, drafter)
             for prompt in prompts:
-                engine.generate(prompt, settings)
+                steps = decoding.stream(prompt, settings)
+                for _ in islice(steps, 9 if engine == "left" else None):
+                    pass
+                steps.close()
     assert [message[:17] for message in caplog.messages] == ["the medusa head w"]
+
+
+def test_a_head_in_a_hybrid_is_judged_by_what_it_drafted_itself():
+    """The hybrid's own record of whose drafts were accepted says how many tokens each step would have had without the
+    others: one more than the head's."""
+    target = load_target("llama", torch.float64)
+    head = make_head(target, "medusa")
+    head.config.trained_length = 12
+    drafter = HybridDrafter([("medusa", drafter_for(head, target)), ("ngram", NgramDrafter())], target)
+    counted = drafter.parts[0].long_texts
+    prompt = [5, 6, 7] * 3
+    answer = DecodingEngine(target, drafter).generate(prompt, GenerationSettings(40, ()))
+    place, steps, tokens = len(prompt) + 1, 0, 0
+    end = 1
+    for length in answer.accept_lengths[1:-1]:  # of the last one, nothing is learned
+        if place >= 12:
+            steps, tokens = steps + 1, tokens + 1 + answer.sources[end : end + length].count(0)
+        place, end = place + length, end + length
+    assert (counted.steps, counted.tokens) == (steps, tokens) and steps > 3
+    assert sum(source == 1 for source in answer.sources) > 0  # n-grams were accepted and count for nothing here

@@ -244,6 +244,8 @@ def test_the_search_writes_what_the_drafter_loads(tiny, tmp_path, capsys):
     assert (drafter.gamma, drafter.pool.length, drafter.pool.most) == (found["gamma"], found["p"], 7)
     assert main([*command, "--phrases", "1"]) == 2
     assert "--phrases must be at least 2; got 1" in capsys.readouterr().err
+    assert main(command) == 2
+    assert "tuned.json is there already; name another, or remove it" in capsys.readouterr().err
 
 
 def test_every_forward_of_the_draft_model_teaches_the_lookahead_inside(llama):

@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 
+from draft_heads.data.fingerprint import weights_hashes
+from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import (
@@ -16,6 +18,7 @@ from draft_heads.inference.drafters.registry import (
     build_drafter,
 )
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import write_tuned
 from tests.inference.models import make_head
 
 TINY = "tests/tiny_target"
@@ -64,6 +67,7 @@ def test_a_name_alone_is_a_drafter_that_loads_nothing(target):
         ("magic", "chimera, ctc"),
         ("ctc=somewhere/missing/head", "does not exist"),
         ("v=vanilla,tree", "key=value"),
+        ("vanilla=ngram", "the name vanilla is that of decoding without drafts; got 'vanilla=ngram'; rename"),
         ("tuned=tree.json", "tuned=FILE is no drafter .* got 'tuned=tree.json'; write it after a head"),
         ("a=ngram,tuned=tree.json", "a ngram drafter takes no tuned=FILE; .* as in ctc=RUN/head,tuned=FILE"),
         ("a=ctc:head,tuned=no.json", "tuned= needs a file of scripts/tune_tree.py .* no.json"),
@@ -143,6 +147,34 @@ def test_a_tuned_temperature_is_its_own_drafters(target, tmp_path):
     words = [f"a=medusa:{tmp_path / 'head'}", f"b=medusa:{tmp_path / 'head'},tuned={tmp_path / 'tuned.json'}"]
     plain, tuned = (builder.build(DrafterSpec.parse(one)) for one in words)
     assert [drafter.head.config.tree_temperature for drafter in (plain, tuned)] == [1.0, 2.5]
+
+
+def test_a_tuned_file_is_for_one_kind_one_head_and_one_target(target, tmp_path, caplog):
+    """Files of an older version, which do not say for what they are, are taken; another device is told."""
+    caplog.set_level("INFO", "draft_heads.inference")
+    for seed, name in enumerate(("head", "other")):
+        made = make_head(target, "medusa", seed=seed, target_fingerprint=target.fingerprint())
+        made.save_pretrained(tmp_path / name)
+    head, path = load_head(tmp_path / "head"), tmp_path / "tuned.json"
+    values = {"tree_temperature": 2.5, "max_nodes": 4}
+    write_tuned(path, values, "medusa", "runs/a/head", weights_hashes(head)["weights_hash"], target)
+    written = json.loads(path.read_text())
+
+    def build(name="head", kind="medusa", **changes):
+        path.write_text(json.dumps({**values, "made_for": {**written["made_for"], **changes}}))
+        return build_drafter(DrafterSpec.parse(f"a={kind}:{tmp_path / name},tuned={path}"), target)
+
+    assert build().max_nodes == 4 and not caplog.messages
+    with pytest.raises(ValueError, match=r"made for the same kind of drafter; .* was made for medusa; got ctc; tune"):
+        build(kind="ctc")
+    with pytest.raises(ValueError, match=r"same head or draft model; .* was made for runs/a/head; got .*/other, of"):
+        build("other")
+    with pytest.raises(ValueError, match=rf"same target; .* was made for DIR; got {TINY}, of other weights; tune"):
+        build(target="DIR", target_weights_hash="0" * 16)
+    assert build(device="a GPU").max_nodes == 4 and "was tuned on a GPU, this is" in caplog.messages.pop()
+    path.write_text(json.dumps(values))
+    old = build_drafter(DrafterSpec.parse(f"a=medusa:{tmp_path / 'head'},tuned={path}"), target)
+    assert old.max_nodes == 4 and "does not say for which drafter and target" in caplog.messages.pop()
 
 
 @pytest.mark.parametrize("temperature", ["0", "-1", "nan", "inf"])

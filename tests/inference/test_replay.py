@@ -87,6 +87,19 @@ def test_prompts_are_the_conversation_so_far():
     assert [turn.generation.tokens for turn in turns] == [[97, 98, 2], [99, 100], [101, 102, 2]]
 
 
+def test_turns_that_were_not_answered_are_not_asked():
+    first = {(None, 7): Answer(7, ANSWERS[None, 7].turns[:1])}
+    asked = match_questions(first, QUESTIONS)
+    assert asked[0].turns == ["y"] and QUESTIONS[1].turns == ["y", "z"]
+    turns = list(recorded_turns("file", first, asked, Letters(), lambda messages, extra: [5]))
+    (row,) = (
+        row
+        for row in result_rows(replay_all("file", {"vanilla": VanillaDrafter()}, asked, turns), 0)
+        if not row["category"]
+    )
+    assert (row["turns"], row["skipped"]) == (1, 0)
+
+
 def test_without_questions_prompts_are_what_was_answered_before():
     turns = list(recorded_turns("file", ANSWERS, match_questions(ANSWERS, None), Letters(), None))
     assert [turn.prompt for turn in turns] == [(1,), (1, 97, 98, 2), (1,)]
@@ -132,6 +145,7 @@ def test_figures_by_category_without_times():
         "lossless",
         "time_share",
         "over_transformers",
+        "cut",
     )
     assert all(row[key] is None for row in rows.values() for key in nothing)
 

@@ -18,7 +18,7 @@ from draft_heads.inference.evaluation.report import (
     write_json,
     write_report,
 )
-from draft_heads.inference.evaluation.report_text import findings_note, lossless_cell, relative_paths
+from draft_heads.inference.evaluation.report_text import explanation, findings_note, lossless_cell, relative_paths
 from draft_heads.scripts.score_answers import score_answers
 from draft_heads.scripts.terminal import summary_table
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, question, render
@@ -40,7 +40,7 @@ ROW_KEYS = {
     ),
     *("wall_seconds", "beta", "beta_ci95", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "rouge2", "pass_at_1", "over_transformers", "accepted_by_source"),
-    *("verify_cost", "peak_memory_bytes", "joules_per_token"),
+    *("verify_cost", "peak_memory_bytes", "joules_per_token", "cut"),
     *("acceptance_by_position", "beta_by_output_position", "beta_by_context_length", "beta_by_turn"),
 }
 
@@ -174,6 +174,30 @@ def test_report_md_says_nothing_of_skipped_turns_when_there_are_none():
     assert "skipped" not in text
 
 
+def test_answers_that_were_cut_are_counted_beside_their_scores(report):
+    class Cut(StubEngine):
+        """Of answers of 5, 4, 3 and 3 tokens the first is as long as it may be, the second ends with the context."""
+
+        def generate(self, prompt_ids, settings):
+            answer = super().generate(prompt_ids, settings)
+            answer.finish_reason = {5: "length", 4: "context", 3: "stop"}[len(answer.tokens)]
+            return answer
+
+    engines = {"vanilla": StubEngine(), "cut": Cut()}
+    found = build_report(evaluate(engines, StubOracle(), [benchmark()], render), TARGET, SETTINGS, 0)
+    counts = {(row["category"], row["drafter"]): row["cut"] for row in found["results"]}
+    assert [counts[group, "cut"] for group in (None, "writing", "math")] == [2, 2, 0]
+    assert counts[None, "vanilla"] == 0
+    note = "Answers cut at the longest length or the end of the context, and scored as far as they go: bench 0–2 of 4."
+    assert note in markdown(found) and "Answers cut" not in markdown(report)
+
+
+def test_only_answers_decoded_together_are_said_to_share_their_time(report):
+    none = {**report, "results": [{**row, "gamma_ci95": None} for row in report["results"]]}
+    assert "bootstrap over questions" in explanation(none)
+    assert "decoded together" in explanation({**none, "settings": {**none["settings"], "batch_size": 2}})
+
+
 def test_lossless_cell():
     counts = {"identical_turns": 7, "turns": 10, "near_ties": 1, "unexplained": 2}
     assert lossless_cell(counts) == "7/10, 1 near tie, 2 UNEXPLAINED"
@@ -253,8 +277,8 @@ def test_answer_files_are_read_back_and_scored(tmp_path, evaluation):
     vanilla, fast = (read_answers(tmp_path / "answers" / f"{name}.jsonl") for name in ("vanilla", "fast"))
     assert list(fast) == [("bench", 1), ("bench", 2), ("bench", 3), ("other", 1)]
     score = score_answers(fast, vanilla)[None]
-    assert (score.beta, score.equal_texts) == (20 / 13, 4)
-    assert score.gamma == pytest.approx(2.5)
+    assert (score.figures["beta"], score.equal_texts) == (20 / 13, 4)
+    assert score.figures["gamma"] == pytest.approx(2.5)
 
 
 def test_answer_rows_are_what_spec_bench_reads(tmp_path, evaluation):
@@ -269,6 +293,7 @@ def test_answer_rows_are_what_spec_bench_reads(tmp_path, evaluation):
     assert choice["accept_lengths"] == [1, 2, 2, 1, 2, 1]
     assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
     assert choice["wall_time"] == pytest.approx([0.02, 0.016])
+    assert choice["finish_reasons"] == ["eos", "eos"]
 
 
 def test_answers_of_an_earlier_run_do_not_stay(tmp_path):

@@ -142,7 +142,7 @@ def test_settings_that_draw_nothing_are_refused(rule, value):
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0"),
         ({"temperature": -1.0}, "temperature must be 0 .* got -1"),
-        ({"temperature": float("nan")}, "temperature must be above 1e-99 to sample; got nan"),
+        ({"temperature": float("nan")}, "temperature must be 0 .* and finite; got nan; leave it out"),
         ({"temperature": 1e-310}, "temperature must be above 1e-99 to sample; got 1e-310"),
         ({"top_p": 0.9}, "top_k and top_p need temperature above 0 .* got 0 and 0.9"),
         ({"temperature": 1, "top_k": -5}, "top_k must be 0 .* got -5"),

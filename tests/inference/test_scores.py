@@ -48,10 +48,38 @@ def test_a_thought_is_not_scored():
     assert scores.Scorer([asked], run_code=True)(asked, answer) == {"pass_at_1": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("<think>3 * 5 = 15. Or 14? Let me check: 15", 0.0),
+        ("<think>14?</think> It is 15.", 1.0),
+        ("<think>14?</think><think>Or 15", 0.0),
+        ("It is 15. <think>Or 14?", 1.0),
+    ],
+)
+def test_a_thought_that_never_ends_is_not_scored(answer, right):
+    asked = Question(1, None, ["a"], "#### 15", "accuracy")
+    assert scores.Scorer([asked])(asked, answer) == {"accuracy": right}
+
+
 def test_words_of_other_scripts_are_words():
     pytest.importorskip("rouge_score")
     assert scores.rouge2("Кошка сидит дома", "кошка сидит дома") == 1.0
     assert scores.rouge2("кошка сидит тихо", "кошка сидит дома") == pytest.approx(0.5)
+    for text in (
+        "Курс доллара вырос на 5 процентов",
+        "北京下雪了",
+        "GPT は速い",
+        "สวัสดี",
+        "हिन्दी भाषा",
+        "Zürich, Straße 5",
+    ):
+        assert scores.rouge2(text, text) == 1.0, text
+    assert scores.rouge2("北京下雨了", "北京下雪了") == pytest.approx(0.5)  # of 4 pairs of characters each 2 are shared
+    assert scores.rouge2("курс вырос на 7", "курс вырос на 5") == pytest.approx(2 / 3)
+    assert scores.rouge2("हन्दे भाषा", "हिन्दी भाषा") == 0.0  # marks of vowels count
+    assert scores.rouge2("Кошка loved dogs", "кошка loves dog") == 1.0  # stems
+    assert scores.rouge2("caf au lait", "Café au lait") == 1.0  # the package's own words, as published figures have
 
 
 def test_what_cannot_be_scored_is_told_and_left_out(monkeypatch):

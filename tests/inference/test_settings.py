@@ -49,7 +49,8 @@ def test_a_setting_that_counts_is_a_whole_number(name, value):
         ({"temperature": True}, "temperature must be a number; got True"),
         ({"temperature": 1.0, "top_p": "1"}, "top_p must be a number; got '1'"),
         ({"temperature": 1.0, "top_p": float("nan")}, "top_p must be above 0 and at most 1"),
-        ({"temperature": float("inf")}, "temperature must be above 1e-99"),
+        ({"temperature": float("inf")}, r"must be 0 \(greedy\) or more, and finite; got inf; leave it out for greedy"),
+        ({"temperature": 1e-99}, "temperature must be above 1e-99"),
         ({"typical": True}, "typical is a TypicalAcceptance or None; got True"),
         ({"processors": []}, "processors is a LogitsProcessorList or None; got"),
     ],
@@ -92,6 +93,8 @@ CUTS = {
     "before it": lambda tokens: 4 if len(tokens) == 9 else None,
     "of all": lambda tokens: 0 if len(tokens) == 9 else None,
     "ahead": lambda tokens: 11,
+    "ahead, said once": lambda tokens: 11 if len(tokens) == 3 else None,
+    "ahead, then less far": lambda tokens: {3: 15, 5: 11, 6: 13}.get(len(tokens)),
     "at the limit": lambda tokens: 2 if len(tokens) == 20 else None,
 }
 
@@ -105,7 +108,8 @@ def test_a_stop_rule_cuts_at_the_length_that_it_returns(llama, llama_prompts, ru
     drafter = ScriptedDrafter(free, depth) if depth else VanillaDrafter()
     answer = DecodingEngine(llama, drafter).generate(prompt, settings)
     assert (answer.tokens, answer.finish_reason) == (expected.tokens, "stop")
-    assert len(answer.tokens) == {"at the newest": 9, "before it": 4, "of all": 0, "ahead": 11, "at the limit": 2}[rule]
+    lengths = {"at the newest": 9, "before it": 4, "of all": 0, "at the limit": 2}
+    assert len(answer.tokens) == lengths.get(rule, 11)
     assert sum(answer.accept_lengths) == len(answer.tokens) == len(answer.sources)
     (batched,) = BatchEngine(llama, VanillaDrafter()).generate([prompt], settings)
     assert batched.tokens == answer.tokens and sum(batched.accept_lengths) == len(answer.tokens)

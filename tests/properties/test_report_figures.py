@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_heads.data.text.benchmarks import load_benchmark
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.evaluation.answer_files import write_answers
 from draft_heads.inference.evaluation.evaluate import Benchmark
 from draft_heads.inference.evaluation.lossless import Oracle
@@ -19,6 +18,7 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import drafter_specs, load_engines
 from tests.inference.stub_engine import evaluate
+from tests.tiny_chat import render_prompt
 
 WORDS = ("Tell", "me", "a", "story", "about", "the", "cat", "What", "is", "3", "plus", "4", "?", "Count", "to", "ten")
 DRAFTERS = ("ngram", "ngram,k=2", "kept=ngram,keep=1", "tree=ngram,branches=3", "prompt_lookup", "lookahead,n=3,w=3")
@@ -76,7 +76,7 @@ def test_figures_follow_from_the_answer_files(target, tmp_path_factory, benchmar
         ids = [one["question_id"] for one in rows]
         own = answers[row["drafter"]].get(row["benchmark"], {})
         found = [own[one] for one in ids if one in own]
-        check_row(row, rows, found)
+        check_row(row, rows, found, shared=batch > 1 and row["category"] is not None)
         if batch == 1 or row["category"] is None:
             plain = answers[report["settings"]["plain_loop"]].get(row["benchmark"], {})
             assert close(row["gamma"], ratio([plain[one] for one in ids if one in plain], found))
@@ -91,20 +91,24 @@ def read(path):
     return found
 
 
-def check_row(row, asked, found):
-    """What a row says of the questions `asked`, from the choices `found` in the answer files."""
+def check_row(row, asked, found, shared):
+    """What a row says of the questions `asked`, from the choices `found` in the answer files; shared: of a category,
+    decoded with others."""
     turns, new = sum(len(one["turns"]) for one in found), sum(sum(one["new_tokens"]) for one in found)
     steps, seconds = (sum(sum(one[key]) for one in found) for key in ("decoding_steps", "wall_time"))
     lengths = [length for one in found for turn in one["accept_lengths_per_turn"] for length in turn]
     assert (row["questions"], row["turns"]) == (len(asked), turns)
     assert row["skipped"] == sum(len(one["turns"]) for one in asked) - turns
     assert (row["new_tokens"], row["target_steps"]) == (new, steps) == (sum(lengths), len(lengths))
-    assert close(row["beta"], new / steps if steps else None) and close(row["wall_seconds"], seconds)
-    assert close(row["tokens_per_second"], new / seconds if seconds else None)
+    assert close(row["beta"], new / steps if steps else None)
+    assert close(row["wall_seconds"], None if shared else seconds)
+    assert close(row["tokens_per_second"], new / seconds if seconds and not shared else None)
+    assert row["cut"] == sum(end in ("length", "context") for one in found for end in one["finish_reasons"])
     lossless = row["lossless"]
     assert lossless["turns"] == turns == sum(lossless[key] for key in ("identical_turns", "near_ties", "unexplained"))
     assert lossless["unexplained"] == 0
-    if turns:
+    assert (row["time_share"] is None) == (shared or not turns)
+    if row["time_share"]:
         assert math.isclose(sum(row["time_share"].values()), 1, rel_tol=1e-9)
     # a step after the prefill accepts all of its tokens but the target's own, or, at an answer's end, all of them
     after = [length for one in found for turn in one["accept_lengths_per_turn"] for length in turn[1:]]

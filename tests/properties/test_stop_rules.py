@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, hf_generate
 from draft_heads.inference.generation import Generation, GenerationSettings, Stopper, TextPieces
 from draft_heads.inference.target.target import Target
 from tests.inference.models import ForkedDrafter, ScriptedDrafter
+from tests.tiny_chat import render_prompt
 
 LETTERS = "abcé "
 

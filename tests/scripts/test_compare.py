@@ -66,6 +66,18 @@ def test_reports_of_the_same_settings_are_said_to_be(folders, capsys, tmp_path):
     assert "| β report | γ report | lossless report | β c |" in text
 
 
+def test_other_questions_of_the_same_name_and_number_are_told(folders, capsys, tmp_path):
+    for name, checksum in (("c", "0a"), ("d", "0b"), ("e", "0a")):
+        (tmp_path / name).mkdir()
+        known = report_of(question_checksums={"bench": checksum}, benchmarks=[f"bench={name}.jsonl"])
+        write_json(tmp_path / name / "report.json", known)
+    assert "| questions: bench | 3 0a | 3 0b |" in output_of([str(tmp_path / "c"), str(tmp_path / "d")], capsys).out
+    assert "The reports have the same" in output_of([str(tmp_path / "c"), str(tmp_path / "e")], capsys).out
+    assert (
+        "| questions: bench | 3 | 3 0b |" in output_of([folders[0], str(tmp_path / "d")], capsys).out
+    )  # of an older one
+
+
 def test_latex_rows_hold_no_commands_and_differences_are_comments(folders, capsys):
     lines = output_of([*folders, "--latex"], capsys).out.splitlines()
     assert "% max_new_tokens | 64 | 128" in lines
@@ -109,6 +121,12 @@ def test_a_report_that_cannot_be_read_is_named_with_the_remedy(folders, capsys, 
     (bad / "parts").mkdir(parents=True)
     assert f"{bad} holds an unfinished run; repeat its command" in refusal([folders[0], str(bad)], capsys)
     (bad / "parts").rmdir()
+    for absent in (tmp_path / "absent", tmp_path / "absent" / "report.json", tmp_path / "a" / "other.json"):
+        said = refusal([folders[0], str(absent)], capsys)
+        assert f"{absent} does not exist; name the --output" in said and "holds" not in said
+    assert compare.main([*folders, "--output", f"{folders[0]}/report.json"]) == 2
+    told = capsys.readouterr()
+    assert "--output must be a folder" in told.err and not told.out
     assert f"{bad} holds none; name the --output" in refusal([folders[0], str(bad)], capsys)
     for content, part in (
         (whole[: len(whole) // 2], "is cut or damaged"),

@@ -82,8 +82,9 @@ def test_evaluate_writes_the_report_and_says_where(command, tmp_path, capsys):
         assert (out / name).is_file()
         assert str(out / name) in shown
     report = json.loads((out / "report.json").read_text())
-    assert report["target"]["dtype"] == "float64"
-    assert report["settings"]["max_new_tokens"] == 8 and report["samples"] == []  # nothing drafts
+    assert report["target"]["dtype"] == "float64" and report["samples"] == []  # nothing drafts
+    settings = report["settings"]
+    assert (settings["max_new_tokens"], [*settings["question_checksums"]]) == (8, ["mt_bench", "sums"])
     rows = {(row["benchmark"], row["category"], row["drafter"]): row for row in report["results"]}
     assert {"vanilla", "plain"} == {name for _, _, name in rows}
     row = rows["mt_bench", None, "plain"]
@@ -194,10 +195,10 @@ def test_config_file_gives_defaults_and_flags_win(command, tmp_path):
         ("max_tokens: 3", "unknown max_tokens; valid keys: target, "),
         ("limit: many", "limit must be of type int, got 'many'"),
         ("drafters: [[ngram]]", "drafters must be of type str, got ['ngram']"),
-        ("overwrite: 1", "overwrite must be true or false, got 1"),
+        ("overwrite: 1", "overwrite must be true or false, got '1'"),
         ("- limit", "must map flags to values, got list"),
         ("a: [", "is not YAML"),
-        ("target: {a: 1}", "target must be of type str, got {'a': 1}"),
+        ("target: {a: 1}", "target must be of type str, got {'a': '1'}"),
     ],
 )
 def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys):
@@ -211,7 +212,7 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--temperature", "-1"], "temperature must be 0 (greedy) or more; got -1"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or more, and finite; got -1"),
         (["--top_p", "0.9"], "top_k and top_p need temperature above 0"),
         (["--temperature", "1", "--top_p", "1.5"], "top_p must be above 0 and at most 1"),
         (["--temperature", "1", "--acceptance", "typical"], "got temperature 1; leave it out"),
@@ -224,6 +225,11 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--drafters", "transformers,prompt_lookup=3"], "write e.g. hf_lookup=transformers,prompt_lookup=10"),
         (["--drafters", "x=transformers,lookup=3"], "got 'x=transformers,lookup=3'; write e.g. hf_lookup="),
         (["--drafters", "x=transformers,prompt_lookup=0"], "1 or more; got '0'; write 10"),
+        (["--drafters", "transformers=transformers,prompt_lookup=3"], "under another name; got 'transformers=transf"),
+        (["--drafters", "a/b=transformers,prompt_lookup=3"], "a drafter is NAME or NAME=[KIND:]PATH[,key=value…][+"),
+        (["--drafters", "=transformers,prompt_lookup=3"], "got '=transformers,prompt_lookup=3'; write e.g. ctc="),
+        (["--drafters", "A=vanilla", "a=transformers,prompt_lookup=3"], "'a' and 'A' differ only in case; rename one"),
+        (["--run_code"], "--run_code runs the code of answers (HumanEval); no question asks for any; leave it out"),
         (["--drafters", "x=transformers,assistant=absent/../absent"], "absent/../absent"),
         (["--config", "absent.yaml"], "absent.yaml cannot be read"),
         (["--target", "absent/../absent"], "--target absent/../absent does not exist"),
@@ -272,7 +278,17 @@ def test_lossless_exits_0_when_nothing_is_unexplained(command, tmp_path, capsys)
     assert [row["drafter"] for row in report["results"]] == ["vanilla", "plain"]
     assert {row["identical_turns"] for row in report["results"]} == {8}
     assert report["differences"] == []
-    assert "lossless.json" in capsys.readouterr().out
+    # 2 + 2 + 1 turns of mt.jsonl, of which the last does not fit, and 4 of gsm.jsonl
+    assert {(row["asked"], row["turns"], row["skipped"]) for row in report["results"]} == {(9, 8, 1)}
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "lossless.json" in shown and "skipped" in shown.partition("identical")[0]
+    assert "1 of 9 turns were skipped and not compared: a prompt must fit the target's 128 positions" in shown
+
+
+def test_a_gap_that_is_infinite_is_null_in_json():
+    """JSON has no infinity: the target's own settings may exclude one of two tokens."""
+    found = [lossless.finite(value) for value in (0.5, None, float("inf"), float("nan"))]
+    assert json.loads(json.dumps(found, allow_nan=False)) == [0.5, None, None, None]
 
 
 def test_lossless_exits_1_and_shows_unexplained_differences(command, tmp_path, capsys, monkeypatch):
@@ -299,7 +315,7 @@ def test_batches_give_the_answers_of_one_by_one_and_say_their_size(command, tmp_
     kept = ("benchmark", "category", "drafter", "turns", "skipped", "new_tokens", "target_steps", "lossless")
     one, three = ([{key: row[key] for key in kept} for row in report["results"]] for report in reports)
     assert one == three and [report["settings"]["batch_size"] for report in reports] == [1, 3]
-    assert all(row["wall_seconds"] > 0 for row in reports[1]["results"])
+    assert all((row["wall_seconds"] is None) == bool(row["category"]) for row in reports[1]["results"])
     told = [(tmp_path / name / "report.md").read_text() for name in ("one", "three")]
     assert "95 % interval by bootstrap" in told[0] and "95 % interval by bootstrap" not in told[1]
     assert "β (γ) by category" in told[0] and "β by category" in told[1]
@@ -319,7 +335,7 @@ def test_samples_are_of_the_benchmarks_that_are_named(command, tmp_path, capsys)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [one["benchmark"] for one in report["samples"]] == ["sums"]
     assert {row["benchmark"] for row in report["results"]} == {"mt_bench", "sums"}
-    assert evaluate.main([*drafting, "--samples_of", "gsm8k"]) == 2
+    assert evaluate.main([*drafting, "--samples_of", "gsm8k", "--overwrite"]) == 2
     assert "--samples_of names benchmarks of --benchmarks, mt_bench, sums; got 'gsm8k'" in capsys.readouterr().err
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from draft_heads.data.text.chat_template import load_chat_tokenizer
+from draft_heads.inference.evaluation.comparison import differences, read_reports
 from draft_heads.scripts import build_datastore, replay
 
 TINY = "tests/tiny_target"
@@ -80,6 +81,29 @@ def test_the_folder_holds_the_report(command, tmp_path, capsys):
     assert "recorded.jsonl, replayed" in capsys.readouterr().out
 
 
+def test_reports_say_what_was_replayed(command, tmp_path):
+    tokenizer = load_chat_tokenizer(TINY)
+    other = {"question_id": 3, "turns": ["Write of pears.", "More!"]}
+    answers = [answer(3, ANSWERS[::-1], tokenizer)]
+    for name in "bcd":
+        (tmp_path / name).mkdir()
+    asked = [write(tmp_path / "b" / "questions.jsonl", [other])]
+    changes = {
+        "a": {},
+        "b": {"questions": asked},
+        "c": {"chat_template": ["vicuna"]},
+        "d": {"answers": [write(tmp_path / "d" / "recorded.jsonl", answers)]},
+    }
+    for name, change in changes.items():
+        words = {"drafters": ["ngram"], "limit": ["1"], "output": [str(tmp_path / name / "out")]}
+        assert run(command, **(words | change)) == 0
+    apart = {
+        name: [row[0] for row in differences(read_reports([tmp_path / "a" / "out", tmp_path / name / "out"])).rows]
+        for name in "bcd"
+    }
+    assert apart == {"b": ["questions: recorded"], "c": ["chat_template"], "d": ["answers_checksum"]}
+
+
 def test_without_questions_there_are_no_categories(command, tmp_path):
     assert run(command, questions=None, drafters=["ngram"], limit=["1"]) == 0
     (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
@@ -104,6 +128,8 @@ def test_gsm8k_problems_are_numbered_from_0(command, tmp_path):
         ({"tokenizer": ["nowhere"]}, "--tokenizer nowhere is no tokenizer's folder"),
         ({"answers": ["nowhere.jsonl"]}, "nowhere.jsonl: cannot be read"),
         ({"questions": ["nowhere.jsonl"]}, "nowhere.jsonl"),
+        ({"questions": ["http://127.0.0.1:9/q.jsonl"]}, "http://127.0.0.1:9/q.jsonl cannot be read"),
+        ({"questions": None, "chat_template": ["vicuna"]}, "prompts of --questions, which is not given; got vicuna"),
     ],
 )
 def test_it_says_what_is_wrong(command, capsys, changes, told):

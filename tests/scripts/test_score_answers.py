@@ -112,7 +112,8 @@ def test_a_turn_without_a_step_after_the_prefill_has_no_idxs_ratio(tmp_path, cap
         ("{", "malformed JSON"),
         ("[]", "a row must be a JSON object, got list"),
         ('{"question_id": 3}', "choices must be a list"),
-        ('{"question_id": null, "choices": []}', "question_id must be a number or a string, got None"),
+        ('{"question_id": null, "choices": []}', "an id is a whole number or a text, received nothing"),
+        ('{"question_id": true, "choices": []}', "an id is a whole number or a text, received bool 'True'"),
         (json.dumps(row(3, ["x"], [1], [1.0])), "must have decoding_steps or idxs"),
         (json.dumps(row(3, ["x", "y"], [1], [1.0], idxs=[1, 2])), "2 turns, 1 entries"),
         (json.dumps(row(3, ["x"], ["one"], [1.0], idxs=[1])), "new_tokens must hold int, got 'one'"),
@@ -133,6 +134,54 @@ def test_files_must_answer_the_same_questions(files, tmp_path, capsys):
     files[1] = write(tmp_path / "a.jsonl", DRAFTER[:1])
     assert score_answers.main(files) == 2
     assert "only the baseline has 2" in capsys.readouterr().err
+
+
+def named(rows, *names):
+    return [{**row, "benchmark": name} for row, name in zip(rows, names)]
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [(("q", "q"), (None, None)), ((None, None), ("q", "r")), (("q", "q"), ("r", "r")), (("q", "r"), (None, None))],
+)
+def test_files_that_name_the_benchmark_otherwise_are_matched_by_id(own, others, tmp_path, capsys):
+    answers, baseline = write(tmp_path / "a.jsonl", named(DRAFTER, *own)), named(BASELINE, *others)
+    baseline[0]["question_id"] = 2.0  # of a column of floats
+    command = ["--answers", answers, "--baseline", write(tmp_path / "b.jsonl", baseline)]
+    assert score_answers.main([*command, "--json", str(tmp_path / "rows.json")]) == 0
+    assert table(capsys) == {"all": ["2", "3.16", "2.73", "4.50", "1/2"]}
+    rows = json.loads((tmp_path / "rows.json").read_text())["results"]
+    assert sum(row["gamma"] is not None for row in rows) == len(rows) == len(set(own))
+
+
+def test_benchmarks_that_cannot_be_matched_are_named(tmp_path, capsys):
+    answers = write(tmp_path / "a.jsonl", named(DRAFTER, "q", "q"))
+    assert score_answers.main(
+        ["--answers", answers, "--baseline", write(tmp_path / "b.jsonl", named(BASELINE, "r", "s"))]
+    )
+    assert "the answers name q, the baseline r, s; name them alike; the baseline lacks 1, 2" in capsys.readouterr().err
+
+
+def test_a_baseline_without_seconds_gives_no_speed(files, tmp_path, capsys):
+    files[3] = write(
+        tmp_path / "b.jsonl", [row(1, ["x", "y"], [1, 1], [0.0, 0.0], idxs=[1, 1]), row(2, ["z"], [1], [0.0], idxs=[1])]
+    )
+    assert score_answers.main(files) == 0
+    assert table(capsys)["all"][3] == "-"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--json", "absent/x.json"], "--json names a file in a folder; absent is none"),
+        (["--json", "tests"], "--json names a file in a folder; tests is a folder"),
+        (["--seed", "5"], "--seed is of the intervals in --json, which is not given; got 5; leave it out"),
+        (["--run_code"], "--run_code scores answers to --questions, which is not given"),
+    ],
+)
+def test_flags_without_effect_and_outputs_are_checked_first(flags, told, capsys):
+    assert score_answers.main(["--answers", "absent.jsonl", "--baseline", "absent.jsonl", *flags]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_question_the_questions_file_lacks_is_an_error(files, tmp_path, capsys):
@@ -187,7 +236,11 @@ def test_every_figure_that_answer_files_hold_is_recomputed_as_the_report_has_it(
     assert csv_text({"report": shown}).splitlines()[1].startswith("report,q,,both,6,9,")
     for row in shown["results"]:  # answers of a batch share their seconds
         assert (row["gamma_ci95"] is None) == (batch > 1)
-        assert (row["gamma"] is None) == (batch > 1 and row["category"] is not None)
+        for key in ("gamma", "wall_seconds", "tokens_per_second"):
+            assert (row[key] is None) == (batch > 1 and row["category"] is not None)
+    for row in rows:
+        assert (row["time_share"] is None) == (batch > 1 and row["category"] is not None)
+        assert row["cut"] is not None
 
 
 def lines(path):

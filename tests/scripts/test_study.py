@@ -1,14 +1,15 @@
 """Studies: their files, what is trained for them, and what their tables say."""
 
 import json
+import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from draft_heads.data.text.benchmarks import load_benchmark
-from draft_heads.inference.evaluation.made_from import must_be_made
+from draft_heads.data.text.known_benchmarks import SCORES
 from draft_heads.inference.evaluation.studies import (
+    FIGURES,
     Cell,
     figure,
     known_studies,
@@ -122,6 +123,10 @@ def test_numbers_of_the_papers_are_those_they_print():
             ("{measure: beta}", "{measure: betta}"),
             "measure is accuracy, head.… or a figure of a report, beta, .*'betta'",
         ),
+        (("{measure: beta}", "{measure: gamma.ci95.low}"), "a figure of a report, .*; got 'gamma.ci95.low'"),
+        (("{measure: beta}", "{measure: time_share.darft}"), "time_share.draft, .*; got 'time_share.darft'"),
+        (("{measure: beta}", "{measure: acceptance_by_position.conditional}"), "conditional.N; got"),
+        (("rows:", "rows:\n  Vanilla: {head: medusa}"), "not YAML: a mapping has the key 'Vanilla' twice; keep one"),
         (("{measure: beta}", "{measure: 3}"), "measure of the cell .* is no 3"),
         (("{measure: beta}", "{measure: accuracy, head: medusa, top: 6}"), "top from 1 to 5; got 0, 6"),
         (("[2.13, null]", "[2.13, fast]"), "a list of numbers or null, one a column; got"),
@@ -146,95 +151,6 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 # ----------------------------------------------------------------------------------------------------
-# Training
-
-
-def test_an_arm_has_a_kind_and_options_with_lists_in_spaces():
-    arm = arms.Arm("deep", "ctc,target_layers=1 2 3,labels=2")
-    assert (arm.name, arm.kind) == ("deep", "ctc")
-    assert arm.options == ["--target_layers", "1", "2", "3", "--labels", "2"]
-
-
-@pytest.mark.parametrize("text", ["nothing", "ctc,labels"])
-def test_other_words_are_refused(text):
-    with pytest.raises(ValueError, match=r"KIND\[,option=value…\], KIND one of chimera, ctc, .*; got"):
-        arms.Arm("x", text)
-
-
-def test_a_training_that_fails_is_told_with_its_last_line(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text('import sys\nprint("loading")\nsys.exit("error: no such folder")\n')
-    with pytest.raises(ValueError, match=r"fails\.py failed: error: no such folder \(all of its output is in .*log\)"):
-        arms.cpu_seconds([str(script)], tmp_path / "log")
-
-
-@pytest.fixture
-def commands(monkeypatch):
-    """The commands that are run, in their place: (script, steps) of each."""
-    found = []
-
-    def cpu_seconds(command, log):
-        steps = int(command[command.index("--max_steps") + 1])
-        found.append((command[0], steps))
-        return 20 + steps * (0.5 if "train/ctc.py" in command else 0.25)
-
-    monkeypatch.setattr(arms, "cpu_seconds", cpu_seconds)
-    return found
-
-
-BOTH = [arms.Arm("medusa", "medusa"), arms.Arm("ctc", "ctc")]
-
-
-def test_equal_times_are_numbers_of_steps_by_what_a_step_costs(commands, tmp_path):
-    heads = arms.ArmTrainer(tmp_path, "T", ["D"], minutes=5).train(BOTH)
-    assert heads == {name: tmp_path / name / "head" for name in ("medusa", "ctc")}
-    calibrated = [(f"train/{kind}.py", steps) for kind in ("medusa", "ctc") for steps in arms.CALIBRATION]
-    assert commands[:4] == calibrated
-    assert sorted(commands[4:]) == [("train/ctc.py", 600), ("train/medusa.py", 1200)]
-    assert json.loads((tmp_path / "step_seconds.json").read_text()) == {"medusa": 0.25, "ctc": 0.5}
-
-
-def test_a_second_run_trains_what_is_missing_and_refuses_another_schedule(commands, tmp_path):
-    (tmp_path / "ctc" / "head").mkdir(parents=True)
-    (tmp_path / "ctc" / "head" / "config.json").write_text("{}")
-    arms.ArmTrainer(tmp_path, "T", ["D"], steps=7).train(BOTH)
-    assert commands == [("train/medusa.py", 7)]
-    with pytest.raises(ValueError, match=r"another training: it is medusa \(7 steps\), and not medusa \(9 st"):
-        arms.ArmTrainer(tmp_path, "T", ["D"], steps=9).train(BOTH)
-
-
-def test_a_head_of_another_target_or_other_labels_is_not_taken_over(commands, tmp_path, monkeypatch):
-    monkeypatch.setattr(arms, "load_distilled", lambda folder: SimpleNamespace(content=f"content of {folder}"))
-    (tmp_path / "ctc" / "head").mkdir(parents=True)
-    (tmp_path / "ctc" / "head" / "config.json").write_text("{}")
-    (tmp_path / "ctc" / "run.json").write_text(json.dumps({"target": "T", "data": ["content of D"]}))
-    arms.ArmTrainer(tmp_path, "T", ["D"], steps=7).train(BOTH[1:])
-    with pytest.raises(ValueError, match="its target is T, and not U; take another --output, or remove it"):
-        arms.ArmTrainer(tmp_path, "U", ["D"], steps=7).train(BOTH[1:])
-    with pytest.raises(ValueError, match="its labels are not those of E;"):
-        arms.ArmTrainer(tmp_path, "T", ["E"], steps=7).train(BOTH[1:])
-    assert commands == []
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"kind": "medusa"}, "bigram names a head with kind=chimera; .* has medusa"),
-        ({"kind": "chimera", "order": 3, "residual": False}, "with order=2; .* has 3; give another"),
-        ({"kind": "chimera", "order": 2, "residual": True}, "with residual=false; .* has True"),
-        ({"kind": "chimera", "order": 2, "residual": False, "target_layers": [1, 2]}, "target_layers=1 3; .* has"),
-    ],
-)
-def test_a_given_head_that_is_not_what_its_name_means_is_refused(tmp_path, config, message):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = {"bigram": arms.Arm("bigram", "chimera,order=2,residual=false,target_layers=1 3")}
-    with pytest.raises(ValueError, match=message):
-        arms.given_heads([f"bigram={tmp_path}"], found)
-    (tmp_path / "config.json").write_text(json.dumps({"kind": "chimera", "order": 2, "target_layers": [1, 3]}))
-    assert arms.given_heads([f"bigram={tmp_path}"], found) == {"bigram": tmp_path}
-
-
-# ----------------------------------------------------------------------------------------------------
 # The whole
 
 
@@ -248,6 +164,9 @@ def test_mixes_take_turns_of_consecutive_questions_or_are_shuffled(tmp_path):
     shuffled = mixed_questions({"each": 4}, files)
     assert sorted(row["turns"][0] for row in shuffled) == sorted(row["turns"][0] for row in rows)
     assert shuffled != rows and shuffled == mixed_questions({"each": 4}, files)
+    for run_length in (0, 1, 2, 4):  # a limit leaves the same questions in all orders
+        limited = mixed_questions({"each": 4, "consecutive": run_length}, files, limit=2)
+        assert sorted(row["turns"][0] for row in limited) == ["a0", "a1", "b0", "b1"]
 
 
 def test_a_mix_asks_the_questions_of_its_parts_with_all_that_belongs_to_them(tmp_path):
@@ -269,19 +188,6 @@ def test_a_mix_asks_the_questions_of_its_parts_with_all_that_belongs_to_them(tmp
 def gsm8k_file(folder):
     (folder / "gsm8k").write_text(json.dumps({"question": "What is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}))
     return str(folder / "gsm8k")
-
-
-def test_results_of_something_else_are_not_taken_over(tmp_path):
-    assert must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
-    assert must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
-    with pytest.raises(ValueError, match=r"\(heads was {'ctc': 'a'}, now {'ctc': 'b'}; limit was 3, now None\);"):
-        must_be_made(tmp_path, "report.json", {"heads": {"ctc": "b"}}, overwrite=False)  # interrupted, then changed
-    (tmp_path / "report.json").write_text("{}")
-    assert not must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
-    assert must_be_made(tmp_path, "report.json", {"limit": 4}, overwrite=True)
-    (tmp_path / "made_from.json").unlink()
-    with pytest.raises(ValueError, match="add --overwrite"):
-        must_be_made(tmp_path, "report.json", {"limit": 4}, overwrite=False)
 
 
 def test_options_and_drafters_are_checked_before_anything_runs(tmp_path):
@@ -311,6 +217,19 @@ def test_published_numbers_keep_their_digits():
     assert Cell("tokens_per_second").text(28.5, unrounded=True) == "28.50"
 
 
+@pytest.mark.parametrize(
+    ("measure", "value", "text"),
+    [
+        *(("questions", 80, "80"), ("lossless.unexplained", 3, "3"), ("new_tokens", 12345, "12,345")),
+        *(("score.accuracy", 0.4211, "42.1%"), ("rouge2", 0.18, "18.0%"), ("accuracy", 0.5, "50.0%")),
+        ("acceptance_by_position.conditional.0", 0.75, "75.0%"),
+        ("beta", 2, "2.00"),
+    ],
+)
+def test_counts_have_no_decimals_and_shares_are_percentages(measure, value, text):
+    assert Cell(measure).text(value) == text
+
+
 def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
     (tmp_path / "mt.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hello."]}) + "\n")
     text = STUDY.replace("columns: {", "columns: {GSM8K β: {measure: beta, benchmark: gsm8k}, ")
@@ -331,7 +250,11 @@ def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
     assert "Not measured here, for want of a draft model (--draft_model DIR): Drafted." in made
     assert "for want of the benchmark gsm8k (--benchmarks gsm8k=FILE): Vanilla, N-grams" in made
     assert "for want of questions of mt_bench of the category math: Maths." in made
-    assert "Decoded by scripts/evaluate.py with its defaults but for all: --device cpu --max_new_tokens 4." in made
+    limits = "all: --max_new_tokens 4 --max_nodes 32 --device cpu; what is not named is its default."
+    assert f"Decoded by scripts/evaluate.py with {limits}" in made
+    row = json.loads((tmp_path / "out/mine/plain_mt_bench/report.json").read_text())["results"][0]
+    for first, *further in (path.split(".") for path in FIGURES if path not in ("score.accuracy", *SCORES)):
+        assert further[0] in row[first] if further else first in row  # scores are of other benchmarks
     content = json.loads((tmp_path / "out" / "mine" / "study.json").read_text())
     assert content["rows"][0]["values"] == {"GSM8K β": None, "γ": 1.0, "β": 1.0}
     assert content["published"] == {"Vicuna-7B": {"Vanilla": {"GSM8K β": None, "γ": 1, "β": 1}}}
@@ -350,13 +273,20 @@ def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
         (["heads", "--tiny", "--dataset", "D"], "--tiny has its own --dataset; leave one of them out"),
         (["anpd_grid", "--target", "T", "--benchmarks", "gsm8k"], "of the studies, cnn_dm, humaneval; got 'gsm8k'"),
         (["anpd_grid", "--target", "T", "--benchmarks", "humaneval=F.jsonl"], "F.jsonl does not exist"),
+        (["anpd_grid", "--target", "T", "--steps", "3"], "--steps has no effect: the studies do not train a head"),
+        (["anpd_grid", "--target", "T", "--dataset", "D"], "--dataset has no effect"),
+        (["anpd_grid", "--target", "T", "--draft_model", "D"], "do not have a row with a draft model; leave it out"),
+        (
+            ["chimera_figure6", "--target", "T", "--dataset", "D", "--limit", "3"],
+            "--limit has no effect: .* not decode",
+        ),
         (["anpd_grid", "anpd_grid", "--target", "T"], "studies must have different names"),
         (["chimera_table2", "--target", "T", "--benchmarks", "mt_bench=F", "--dataset", "D"], "D has no manifest.json"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message, tmp_path, capsys):
     assert script.main([*options, "--output", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
+    assert re.search(message, capsys.readouterr().err)
 
 
 ONE_OF_EACH_FORM = ("anpd_table1", "chimera_figure6", "chimera_table2", "ctc_drafter_table2", "ouroboros_table17")

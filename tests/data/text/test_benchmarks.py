@@ -7,7 +7,14 @@ from decimal import Decimal
 import datasets
 import pytest
 
-from draft_heads.data.text.benchmarks import BenchmarkError, Question, gsm8k_answer, load_benchmark
+from draft_heads.data.text.benchmarks import (
+    BenchmarkError,
+    CodeTask,
+    Question,
+    gsm8k_answer,
+    load_benchmark,
+    questions_checksum,
+)
 
 
 def write(path, *rows):
@@ -134,6 +141,8 @@ HUMANEVAL = {"task_id": "t", "prompt": "p", "entry_point": "f", "test": "def che
         (FASTCHAT, {"question_id": 1, "turns": ["a", 2]}, "'turns' is a non-empty list"),
         (FASTCHAT, {"question_id": 1, "turns": ["a", " "]}, "'turns' is a non-empty list"),
         (FASTCHAT, {"question_id": 0, "turns": ["a"]}, "it has the id 0 of line 1; ids must be unique"),
+        (FASTCHAT, {"question_id": True, "turns": ["a"]}, "an id is a whole number or a text, received bool 'True'"),
+        (FASTCHAT, {"question_id": 8.5, "turns": ["a"]}, "an id is a whole number or a text, received float '8.5'"),
         (PROBLEM, {"question": "a"}, "'answer' is a non-empty text, received nothing"),
         (
             PROBLEM,
@@ -177,3 +186,24 @@ def test_empty_file_is_an_error_and_ids_count_from_0(tmp_path):
         load_benchmark("gsm8k", write(tmp_path / "e.jsonl"))
     questions = load_benchmark("own", write(tmp_path / "q.jsonl", {"turns": ["a"]}, {"turns": ["b"]}))
     assert [question.question_id for question in questions] == [0, 1]
+
+
+def test_a_whole_id_of_a_column_of_floats_is_whole_and_an_empty_category_is_none(tmp_path):
+    rows = [
+        {"question_id": 81.0, "category": "", "turns": ["a"]},
+        {"question_id": 82.0, "category": " ", "turns": ["b"]},
+    ]
+    found = load_benchmark("q", write(tmp_path / "q.jsonl", *rows))
+    assert [(type(one.question_id), one.question_id, one.category) for one in found] == [
+        (int, 81, None),
+        (int, 82, None),
+    ]
+
+
+def test_the_checksum_of_questions_changes_with_each_field():
+    changes = [{"question_id": "1"}, {"category": "m"}, {"turns": ["b"]}, {"reference": "x"}, {"score": "rouge2"}]
+    changes += [{"system": "s"}, {"extra": {"tools": []}}, {"column": "c"}, {"code": CodeTask("p", "f", "t")}]
+    given = {"question_id": 1, "category": None, "turns": ["a"]}
+    found = {questions_checksum([Question(**(given | change))]) for change in [{}, *changes]}
+    assert len(found) == 10 and questions_checksum([Question(1, None, ["a"])]) in found
+    assert questions_checksum([Question(**given)] * 2) not in found

@@ -79,6 +79,17 @@ from draft_heads.data.text.final_number import gsm8k_answer
         ("#### \u20135", "-5"),
         ("#### $\u22123", "-3"),
         ("10\u201312", "12"),
+        ("3/4", "0.75"),
+        ("The answer is 1/4.", "0.25"),
+        ("So -18 / 6", "-3"),
+        ("It is $\\frac{3}{4}$.", "0.75"),
+        ("2\\dfrac{1}{2} cups", "2.5"),
+        ("3/4 of 12 = 9", "9"),
+        ("on 1/2/2024", "2024"),
+        ("18e2", "1800"),
+        ("#### 1.8E+3 metres", "1800"),
+        ("#### 20 minutes/day * 5 days = 100 minutes", "100"),
+        ("#### $15/hour × 8 hours = $120\nNote 8", "120"),
     ],
 )
 def test_number(text, number):
@@ -87,4 +98,4 @@ def test_number(text, number):
 
 def test_equal_numbers_are_equal_however_written():
     assert gsm8k_answer("#### 42.00") == gsm8k_answer("so 42.")
-    assert gsm8k_answer("I do not know") is None
+    assert gsm8k_answer("I do not know") is gsm8k_answer("1/0") is None

@@ -179,6 +179,9 @@ def test_one_small_file_describes_another_benchmark(tmp_path):
         "reference: solution\nscore: accuracy\n"
     )
     assert parse_benchmarks([str(tmp_path / "riddles.yaml")]) == {"riddles": str(tmp_path / "riddles.yaml")}
+    assert parse_benchmarks([f"qa={tmp_path}/riddles.yaml"]) == {"qa": f"{tmp_path}/riddles.yaml"}
+    (tmp_path / "a=b.yaml").write_text("source: riddles.jsonl")
+    assert parse_benchmarks([f"{tmp_path}/a=b.yaml"]) == {"a=b": f"{tmp_path}/a=b.yaml"}
     for name in ("riddles", "other"):
         (question,) = load_benchmark(name, str(tmp_path / "riddles.yaml"))
         assert (question.turns, question.reference, question.score) == (
@@ -239,6 +242,8 @@ def test_an_unknown_name_and_an_unknown_form_list_the_known_ones(tmp_path):
         parse_benchmarks(["gsm8"])
     with pytest.raises(ValueError, match="'gsm8k' is given twice"):
         parse_benchmarks(["gsm8k", "gsm8k=a.jsonl"])
+    with pytest.raises(ValueError, match="benchmarks must have different names, 'q' and 'Q' differ only in case; ren"):
+        parse_benchmarks(["q=a.jsonl", "Q=a.jsonl"])
     with pytest.raises(BenchmarkError, match=r"'article' and 'highlights' \(cnn_dm\).*received the keys: text"):
         load_benchmark("cnn_dm", write(tmp_path / "q.jsonl", {"text": "a"}))
 

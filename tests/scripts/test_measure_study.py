@@ -1,0 +1,101 @@
+"""What a study decodes, and which of its results are taken over when it is run again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draft_heads.data.text.benchmarks import load_benchmark
+from draft_heads.inference.evaluation.made_from import must_be_made
+from draft_heads.inference.evaluation.studies import read_study
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts import measure_study, tiny_study
+from tests.inference.models import make_head
+
+MIXED = """
+title: A table
+mixes: {both: {of: [a, b], each: 3, consecutive: 1}}
+cell: {measure: beta, benchmark: a}
+rows: {N-grams: {drafter: "ngram"}, Head: {head: medusa, drafter: "{kind}:{head},tuned=TUNED"}}
+heads: {medusa: medusa}
+columns: {both: {benchmark: both}, alone: {}, over: {measure: over_transformers}}
+"""
+
+
+@pytest.fixture
+def decoded(monkeypatch, tmp_path):
+    """(measure, commands): measures MIXED with a limit; the words of each scripts/evaluate.py, in place of which an
+    empty report is written."""
+    commands = []
+
+    def evaluate(words):
+        commands.append(words)
+        report = {"target": {"dtype": "float32"}, "results": []}
+        (Path(words[words.index("--output") + 1]) / "report.json").write_text(json.dumps(report))
+        return 0
+
+    monkeypatch.setattr(measure_study.evaluate, "main", evaluate)
+    for file in ("target/config.json", "target/model.safetensors", "head/config.json", "t.jinja", "tuned.json"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("before")
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("".join(json.dumps({"turns": [f"{name}{i}"]}) + "\n" for i in range(5)))
+    (tmp_path / "mine.yaml").write_text(MIXED.replace("TUNED", str(tmp_path / "tuned.json")))
+    study = read_study(str(tmp_path / "mine.yaml"))
+    decoding = {"limit": 2, "chat_template": str(tmp_path / "t.jinja")}
+    files = {name: str(tmp_path / name) for name in ("a", "b")}
+    inputs = measure_study.Inputs(str(tmp_path / "target"), {"medusa": tmp_path / "head"}, files, None, decoding)
+    return lambda: measure_study.measure(study, inputs, tmp_path / "out"), commands
+
+
+def test_a_limit_is_of_the_parts_of_a_mix_and_generate_runs_where_it_is_compared_with(decoded, tmp_path):
+    measure, commands = decoded
+    measure()
+    measure()  # finds all there
+    mixed, alone = commands
+    assert "--limit" not in mixed and alone[alone.index("--limit") + 1] == "2"
+    asked = load_benchmark("both", str(tmp_path / "out" / "plain_both" / "both.jsonl"))
+    assert [one.turns[0] for one in asked] == ["a0", "b0", "a1", "b1"]
+    assert "transformers" in alone and "transformers" not in mixed
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("target/model.safetensors", r"target\.model\.safetensors"),
+        ("target/config.json", r"target\.config\.json"),
+        ("head/config.json", r"heads\.medusa\.config\.json"),
+        ("t.jinja", "chat_template"),
+        ("tuned.json", r"files\..*tuned\.json"),
+        ("a", r"questions\.both"),
+    ],
+)
+def test_figures_of_what_has_changed_in_its_place_are_not_taken_over(decoded, tmp_path, file, named):
+    measure, commands = decoded
+    measure()
+    (tmp_path / file).write_text(json.dumps({"turns": ["another"]}))
+    with pytest.raises(ValueError, match=rf"made from something else \({named} was '"):
+        measure()
+    assert len(commands) == 2
+
+
+def test_bytes_that_a_draft_reads_are_those_of_the_type_it_was_decoded_in(tmp_path):
+    head = make_head(Target.from_pretrained(str(tiny_study.TARGET), device="cpu"), "medusa")
+    head.save_pretrained(tmp_path)
+    read = {dtype: measure_study.head_facts(tmp_path, dtype)["bytes_read"] for dtype in ("float32", "bfloat16", None)}
+    assert read == {"float32": 4 * head.weights_read(), "bfloat16": 2 * head.weights_read(), None: None}
+
+
+def test_results_of_something_else_are_not_taken_over(tmp_path):
+    assert must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
+    assert must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
+    with pytest.raises(ValueError, match=r"\(limit was 3, now None; heads.ctc was 'a', now 'b'\); repeat"):
+        must_be_made(tmp_path, "report.json", {"heads": {"ctc": "b"}}, overwrite=False)  # interrupted, then changed
+    (tmp_path / "report.json").write_text("{}")
+    assert not must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
+    assert must_be_made(tmp_path, "report.json", {"limit": 4}, overwrite=True)
+    assert must_be_made(tmp_path, "report.json", {"limit": 4}, overwrite=False)  # interrupted: the old one is gone
+    (tmp_path / "report.json").write_text("{}")
+    (tmp_path / "made_from.json").unlink()
+    with pytest.raises(ValueError, match="add --overwrite"):
+        must_be_made(tmp_path, "report.json", {"limit": 4}, overwrite=False)
