@@ -164,12 +164,11 @@ def exit_status(run: Callable[[], object]) -> int:
                 signal.signal(number, stop)
         status = int(run() is False)
         _leave_process_group()
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(_sentence(error).split())}", file=sys.stderr)
-        status = 2
-        _leave_process_group(failed=True)
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:  # told whole, and the status says that it failed
+        if isinstance(error, ValueError | OSError):
+            print(f"error: {' '.join(_sentence(error).split())}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         status = 2
         _leave_process_group(failed=True)
     except KeyboardInterrupt as interrupt:

@@ -32,8 +32,9 @@ from draft_heads.data.text.conversations import (
     conversation_of,
     count_by_reason,
     read_conversations,
+    render_row,
 )
-from draft_heads.data.text.rendering import ChatRenderer, ConversationError
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,11 @@ def build_datastore(
     digest = hashlib.sha256()
     parts: list[NDArray[Any]] = []
     renderer = ChatRenderer(tokenizer)
+
+    def text_of_row(messages: Messages, extra: Extra) -> str:
+        renderer.check_read(messages, extra)
+        return renderer.text(messages, extra=extra)
+
     kept = 0
     for first in range(0, len(rows), _BATCH):
         progress("conversations", first, len(rows))
@@ -186,18 +192,10 @@ def build_datastore(
         digest.update(json.dumps([messages for messages, _ in conversations]).encode())
         digest.update(json.dumps([extra for _, extra in conversations if extra]).removeprefix("[]").encode())
         texts: list[str] = []
-        for place, (messages, extra) in zip([row["place"] for row in batch], conversations):
-            try:
-                sound, why = renderer.sound_part(messages, options.skip_bad_rows, extra=extra)
-                renderer.check_read(sound, extra)
-                texts.append(renderer.text(sound, extra=extra))
-                refused += [] if why is None else [BadRow.of(place, why, len(sound))]
-            except ConversationError as error:
-                if not options.skip_bad_rows:
-                    raise ConversationError(
-                        f"{dataset}, {place}: {error}; or set skip_bad_rows to leave such rows out"
-                    ) from None
-                refused.append(BadRow.of(place, error))
+        for place, row in zip([row["place"] for row in batch], conversations):
+            text, bad = render_row(renderer, row, dataset, place, options.skip_bad_rows, text_of_row)
+            texts += [] if text is None else [text]
+            refused += bad
         kept += len(texts)
         for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ():
             parts.append(np.array([*ids, vocabulary], unsigned(vocabulary)))

@@ -188,9 +188,7 @@ def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
         )
     if target.tokenizer is None:
         raise ValueError("a text needs the target's tokenizer; it has none; pass token ids or load one")
-    messages = prompt_messages(messages)
-    target.renderer.check_texts(messages, answers=False)
-    return checked_ids(target, target.renderer.prompt(messages))
+    return checked_ids(target, target.renderer.prompt(prompt_messages(messages)))
 
 
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:

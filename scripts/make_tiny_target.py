@@ -39,13 +39,13 @@ from draft_heads.data.labels.loops import loop_start
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.data.text.benchmarks import gsm8k_answer
 from draft_heads.data.text.conversations import (
-    BadRow,
     Conversation,
     DatasetOptions,
     conversation_of,
     count_by_reason,
     parse_record,
     read_conversations,
+    render_row,
 )
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, end_token_ids
 from draft_heads.inference.answers import answer_prompts
@@ -126,18 +126,11 @@ def render(tokenizer: PreTrainedTokenizerFast, rows: list[Placed], options: argp
     ConversationError for one that the chat template refuses, or that holds a control token, unless --skip_bad_rows.
     """
     renderer, found, bad_rows = ChatRenderer(tokenizer), [], []
-    for place, (messages, extra) in rows:
-        try:
-            sound, why = renderer.sound_part(messages, options.skip_bad_rows, extra=extra)
-            ids, mask = renderer.conversation(sound, extra)
-        except ConversationError as error:
-            if not options.skip_bad_rows:
-                raise ConversationError(
-                    f"{options.dataset or 'the corpus'}, {place}: {error}; or set skip_bad_rows to leave such rows out"
-                ) from None
-            bad_rows.append(BadRow.of(place, error))
-            continue
-        bad_rows += [] if why is None else [BadRow.of(place, why, len(sound))]
+    source = options.dataset or "the corpus"
+    for place, row in rows:
+        made, bad = render_row(renderer, row, source, place, options.skip_bad_rows, renderer.conversation)
+        bad_rows += bad
+        ids, mask = made or ([], [])
         if any(mask[1 : options.max_length]):
             found.append((ids[: options.max_length], mask[: options.max_length]))
     for line in count_by_reason(bad_rows):

@@ -16,19 +16,21 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from draft_heads.configs.options import option
 from draft_heads.data.text.json_rows import MalformedJson, is_file, read_rows
-from draft_heads.data.text.rendering import ConversationError, Messages
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
 from draft_heads.data.text.row_keys import TOOL_CALLS, TURN_LISTS, TURN_TEXTS, further_of_row, message_of, without_none
 
 if TYPE_CHECKING:  # decoding and benchmarks need no `datasets`
     import datasets
 
 logger = logging.getLogger(__name__)
+
+Rendered = TypeVar("Rendered")
 
 _EARLY_ANSWER = "an assistant turn before the first user turn"
 _ARGUMENTS = "chat_template_kwargs"
@@ -340,3 +342,26 @@ def _check_encodable(*values: Any) -> None:
 def _encodable(text: str) -> str:
     """`text` with half surrogate pairs, which JSON escapes can hold and UTF-8 cannot, replaced by `?`."""
     return text.encode(errors="replace").decode()
+
+
+def render_row(
+    renderer: ChatRenderer,
+    row: Conversation,
+    source: str,
+    place: str,
+    skip_bad_rows: bool,
+    render: Callable[[Messages, Extra], Rendered],
+) -> tuple[Rendered | None, list[BadRow]]:
+    """(what `render` makes of a row's sound messages, what is left out of them); (None, the row) for one left out.
+
+    ConversationError with source and place for a bad row, unless `skip_bad_rows`.
+    """
+    try:
+        sound, why = renderer.sound_part(row.messages, skip_bad_rows, extra=row.extra)
+        return render(sound, row.extra), [] if why is None else [BadRow.of(place, why, len(sound))]
+    except ConversationError as error:
+        if not skip_bad_rows:
+            raise ConversationError(
+                f"{source}, {place}: {error}; or set skip_bad_rows to leave such rows out"
+            ) from None
+        return None, [BadRow.of(place, error)]
