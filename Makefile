@@ -44,9 +44,9 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # The seed is new each time; hypothesis prints a failing example, and the next `make fuzz` tries it first. Combinations of
-# options are the same each time.
+# options are the same each time. One property may take half an hour.
 fuzz: $(READY)
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 --dist load -m "" tests/properties tests/train/test_option_combinations.py
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 --dist load --timeout 7200 -m "" tests/properties tests/train/test_option_combinations.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
