@@ -21,18 +21,22 @@ METADATA = {
     *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
     *("parallel_tool_calls", "__index_level_0__"),
 }
-_NAMED = "source page site home base web repo github paper article post user author creator owner worker annotator "
-_NAMED += "conversation chat thread session dialog dialogue message turn parent root tree reply comment prompt "
-_NAMED += "question query answer response completion instruction problem row sample example item record entry instance "
-_NAMED += "data dataset task test category topic subject group cluster batch run job request trace model seed score "
-_NAMED += "label original orig unique global external public internal new old hf hub"
+_OF_THE_ROW = {
+    *("source", "page", "site", "home", "base", "web", "repo", "github", "paper", "article", "post", "user"),
+    *("author", "creator", "owner", "worker", "annotator", "conversation", "chat", "thread", "session", "dialog"),
+    *("dialogue", "message", "turn", "parent", "root", "tree", "reply", "comment", "prompt", "question", "query"),
+    *("answer", "response", "completion", "instruction", "problem", "row", "sample", "example", "item", "record"),
+    *("entry", "instance", "data", "dataset", "task", "test", "category", "topic", "subject", "group", "cluster"),
+    *("batch", "run", "job", "request", "trace", "model", "seed", "score", "label", "original", "orig", "unique"),
+    *("global", "external", "public", "internal", "new", "old", "hf", "hub"),
+}
 _METADATA_FORM = re.compile(
     r"(?!.*(train|mask|loss|weight|image|audio|video))"
     r"((num|n|avg|score|is|has)_\w+|\w+_(hash|score|scores|rating|count|length|tokens|source|version)"
-    rf"|((?:{'|'.join(_NAMED.split())})_)+(id|ids|url))"
+    rf"|((?:{'|'.join(_OF_THE_ROW)})_)+(id|ids|url))"
 )
 """Keys of a row or a turn that say nothing about its text, by name, and by form where the value is short: addresses and
-ids are those of `_NAMED`, for others (`file_ids`, `gif_url`) may be of what the text is about."""
+ids are those of `_OF_THE_ROW`, for others (`file_ids`, `gif_url`) may be of what the text is about."""
 
 
 def carries_no_meaning(key: str, value: Any) -> bool:

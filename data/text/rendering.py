@@ -10,7 +10,9 @@ Every assistant turn is located by rendering the conversation again with a place
 after the placeholder is the template's, and the rest of the real rendering is the turn. It starts where the generation
 prompt ends, or after what the template puts there before each answer (`<|channel|>final<|message|>`). It ends with the
 first token that follows it and ends an answer: an end token of the target, or the special token with which the template
-closes answers. A token that ends no answer, as the next role's, is not trained, and neither is anything between. A
+closes answers. A token that ends no answer, as the next role's, is not trained, and neither is anything between. Tool
+calls are a part of the turn, also where they are a message of their own (gpt-oss), unless the target stops before them:
+then the conversation is refused. A
 `{% generation %}` block chooses among the turns, and leaves out a part of one where it encloses less; what else it
 encloses is not trained.
 
