@@ -181,8 +181,7 @@ def build_datastore(
     renderer = ChatRenderer(tokenizer)
 
     def text_of_row(messages: Messages, extra: Extra) -> str:
-        renderer.check_read(messages, extra)
-        return renderer.text(messages, extra=extra)
+        return renderer.checked_text(messages, extra=extra)
 
     kept = 0
     for first in range(0, len(rows), _BATCH):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 
+from jinja2 import meta
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,16 @@ def template_source(tokenizer: PreTrainedTokenizerBase) -> str:
     if not isinstance(own, dict):
         return str(own)
     return "\n".join(own[name] for name in sorted(own, key=lambda name: (name != "default", name)))
+
+
+@cache
+def template_variables(template: str) -> frozenset[str]:
+    """The names that a chat template reads of what it is given; those that it sets itself are none of them.
+
+    Example: of `{% if thinking %}{% for name in names %}{{ name.id }}{% endfor %}{% endif %}` thinking and names.
+    """
+    environment = chat_template_utils._compile_jinja_template(template).environment  # knows `{% generation %}`
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
 
 
 def load_tokenizer(path: str, chat_template: str | None = None, option: str = "--target") -> PreTrainedTokenizerBase:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.chat_template import template_source
+from draft_heads.data.text.chat_template import template_source, template_variables
+from draft_heads.data.text.marks import PLACEHOLDER, marked, marked_calls, marked_names
 from draft_heads.data.text.template_probe import QUESTION, Messages, TemplateProbe, as_parts, roles_of_parts
 
 Extra = Mapping[str, Any] | None
 """What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
-
-PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
 
 _OF_A_RESULT = ("tool_call_id", "name")  # name the call that a tool's turn answers; templates may do without
 
@@ -119,6 +118,18 @@ class ChatText:
                 f"(roles {[m.get('role') for m in messages]}): {error}{hint if as_text else ''}"
             ) from None
 
+    def checked_text(self, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None) -> str:
+        """`text`, of which the template leaves nothing out; ControlTokenError as `check_texts`.
+
+        What is to be trained on is looked for when it is located. The answers in a prompt may be the target's own,
+        which hold what it has generated: control tokens in them are not looked for.
+        """
+        text = self.text(messages, add_generation_prompt, extra)
+        self.check_texts(messages, answers=not add_generation_prompt, extra=extra)
+        self._check_shown(text, messages, extra, add_generation_prompt)
+        self.check_read(messages, extra)
+        return text
+
     def check_texts(self, messages: Messages, answers: bool = True, extra: Extra = None) -> None:
         """ControlTokenError where a text of a message or of `extra` holds a token that marks turns, as `<|im_end|>`.
 
@@ -171,8 +182,9 @@ class ChatText:
         """The first key of a message or of `extra` that the template does not read; None where it reads all.
 
         A key is read if the conversation, or its part that ends with the message, reads otherwise without it: templates
-        may leave the thoughts of earlier turns out. A setting in `extra` (a boolean, a word) may be the template's
-        default, so it is read if the template has its name.
+        may leave the thoughts of earlier turns out. Of documents each text is looked for, of tools each name, and of
+        calls each name and what is among its arguments. A setting in `extra` (a boolean, a word) may be the template's
+        default, so it is read if it is one of the template's variables.
         """
 
         def rendered(some: Messages, arguments: dict[str, Any], prompt: bool = False) -> str | None:
@@ -181,24 +193,45 @@ class ChatText:
             except ConversationError:  # refused: without the key it is another conversation
                 return None
 
+        def unread(name: str, marks: dict[str, str], texts: Iterable[str | None]) -> str | None:
+            """Which of the marks, or all of `name`, is in none of the texts."""
+            lost = dict(marks)
+            for text in texts:  # whose letters a template may write small or large
+                lost = {mark: place for mark, place in lost.items() if mark.lower() not in (text or "").lower()}
+                if not lost:
+                    return None
+            return repr(name if len(lost) == len(marks) else next(iter(lost.values())))
+
         template = self.tokenizer.get_chat_template(tools=extra.get("tools"))
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
         asked = messages[: users[-1] + 1] if users else messages
         for name, value in extra.items():
+            marks: dict[str, str] = {}
+            mark_all = {"documents": marked, "tools": marked_names}.get(name)
+            other = mark_all(name, value, marks) if mark_all else value
+            if marks and (text := rendered(asked, extra | {name: other}, prompt=True)) is not None:
+                if lost := unread(name, marks, [text]):
+                    return lost
+                continue
             if isinstance(value, list | dict):
                 rest = {key: one for key, one in extra.items() if key != name}
                 read = rendered(asked, extra, prompt=True) != rendered(asked, rest, prompt=True)
             else:
-                read = re.search(rf"\b{re.escape(name)}\b", template) is not None
+                read = name in template_variables(template)
             if not read:
                 return repr(name)
         for number, message in enumerate(messages):
             for name in sorted(message.keys() - {"role", "content", "trained"}):
                 if message["role"] == "tool" and name in _OF_A_RESULT:
                     continue
-                without = list(messages)
+                without, ends = list(messages), (number + 1, len(messages))
+                if name == "tool_calls":
+                    marks = {}
+                    without[number] = {**message, name: marked_calls(message[name], marks)}
+                    if lost := unread(name, marks, (rendered(without[:end], extra) for end in ends)):
+                        return lost
+                    continue
                 without[number] = {key: value for key, value in message.items() if key != name}
-                ends = (number + 1, len(messages))
                 if all(rendered(messages[:end], extra) == rendered(without[:end], extra) for end in ends):
                     return repr(name)
             if message["role"] == "tool":
@@ -249,8 +282,13 @@ class ChatText:
         """
         for number, message in enumerate(messages):
             content, role = message.get("content"), message["role"]
-            must_show = role in ("system", "user") or (role == "assistant" and add_generation_prompt)
-            if not must_show or not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
+            trained = role == "assistant" and message.get("trained") is not False
+            if (
+                role == "tool"
+                or (trained and not add_generation_prompt)
+                or not isinstance(content, str)
+                or not content.strip()
+            ):
                 continue
             ending = messages[-1]["role"]  # on which it may depend whether a system text is shown
             if content.strip() in text and (role != "system" or ending in self._rules_shown):
@@ -260,10 +298,15 @@ class ChatText:
                 self._rules_shown.add(ending)
 
     def check_text_shown(self, messages: Messages, number: int, extra: Extra, add_generation_prompt: bool) -> None:
-        """ConversationError where the template leaves out the text of message `number`, whatever it is."""
+        """ConversationError where the template leaves out the text of message `number`, whatever it is.
+
+        Words beside calls may be thoughts, which the turns after them put out of sight.
+        """
         message, placeholder = messages[number], self._placeholder(messages)
         replaced = [*messages[:number], {**message, "content": placeholder}, *messages[number + 1 :]]
-        if placeholder not in self.text(replaced, add_generation_prompt, extra):
+        texts = [self.text(replaced, add_generation_prompt, extra)]
+        texts += [self.text(replaced[: number + 1], extra=extra)] if message.get("tool_calls") else []
+        if not any(placeholder in text for text in texts):
             raise ConversationError(
                 f"the chat template leaves out the {message['role']}'s text of a conversation that ends with the "
                 f"{messages[-1]['role']}'s turn: {message['content'][:40]!r} (turn {number}); leave it out or put it "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from draft_heads.configs.options import option
 from draft_heads.data.text.json_rows import MalformedJson, is_file, read_rows
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
-from draft_heads.data.text.row_keys import TOOL_CALLS, TURN_LISTS, TURN_TEXTS, further_of_row, message_of, without_none
+from draft_heads.data.text.row_keys import (
+    ANSWERS,
+    TOOL_CALLS,
+    TURN_LISTS,
+    TURN_TEXTS,
+    further_of_row,
+    message_of,
+    without_none,
+)
 
 if TYPE_CHECKING:  # decoding and benchmarks need no `datasets`
     import datasets
@@ -127,7 +135,7 @@ def read_conversations(
     kept: list[tuple[str, str, Conversation]] = []
     bad_rows: list[BadRow] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()
-    repeated = 0
+    repeated, unread = 0, Counter[str]()
     for place, record in read_rows(source, split, config, option="--dataset"):
         row_id, conversation, faults = _sound_part(place, record, generate)
         if faults and not skip_bad_rows:
@@ -139,6 +147,7 @@ def read_conversations(
         if not conversation.messages:
             continue
         if generate:
+            unread.update(key for key in sorted(ANSWERS & record.keys()) if record[key])
             asked = conversation.key, conversation.untrained
             if asked in seen:
                 repeated += 1
@@ -149,6 +158,8 @@ def read_conversations(
             break
     for line in count_by_reason(bad_rows):
         logger.warning("%s: %s", source, line)
+    for key, rows in unread.items():
+        logger.warning("%s: rows with %r: %s; it is not read, for the target writes the answers", source, key, rows)
     if not kept:
         reason = f"all {len(bad_rows)} rows are bad, the first: {bad_rows[0]}" if bad_rows else "no rows"
         raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")
@@ -227,7 +238,9 @@ def turns_of(record: Any) -> tuple[list[Any], str]:
     if found[0] == "prompt" and isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list):
-        raise ConversationError(f"the turns are a list, received {type(turns).__name__}")
+        raise ConversationError(
+            f"the turns are a list, received {type(turns).__name__}; write them as one, in JSONL for example"
+        )
     return turns, found[0]
 
 
@@ -248,7 +261,7 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
         turns, key = turns_of(record)
         names = ("from", "value") if key == "conversations" else ("role", "content")
         messages = _sound_turns(turns, names, generate, faults, unknown)
-        further = further_of_row(record, turns, used=(key, *TURN_LISTS))
+        further = further_of_row(record, turns, used=(key, *TURN_LISTS, *(ANSWERS if generate else ())))
         unknown |= dict.fromkeys(further.unknown, "")
         messages = with_system(messages, further.system)
         _check_encodable(further.system, further.extra)

@@ -1,8 +1,9 @@
 """Rows of JSON arrays, JSONL files (both also as .gz, files also by URL) and datasets, with places for error messages.
 
-Rows are without the keys that are None, at every depth: Arrow fills them in, and a file shall read as its folder does.
-JSON that a text holds is left as it is. Rows count from 1. A row's place is `line 3` in a JSONL file,
-`row 3` in an array and `row 3 of split train` in a dataset. Of a folder one split is read, whole or not at all.
+A folder of JSON or CSV reads as its files do, those of CSV as texts alone. Rows of Arrow and Parquet are without the
+keys that are None, at every depth, for Arrow fills them in; JSON keeps its nulls. Rows count from 1. A row's place is
+`line 3` in a JSONL file, `row 3` in an array and `row 3 of split train` in a dataset. Of a folder one split is read,
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import urllib.request
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -69,7 +71,8 @@ def check_source(source: str) -> None:
     suffix = Path(path.stem).suffix if path.suffix.lower() == ".gz" else path.suffix
     suffix = (suffix or path.suffix).lower()
     if suffix in _OTHER_FORMATS and not path.is_dir():
-        raise ValueError(f"{READ}; received the {suffix} file {source}; write its rows as JSONL")
+        folder = ", or pass a folder with such files alone" if _format_of(path) else ""
+        raise ValueError(f"{READ}; received the {suffix} file {source}; write its rows as JSONL{folder}")
     looks_like_path = suffix in {".json", ".jsonl", ".ndjson"} or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)
     if not path.exists() and (looks_like_path or source.startswith(("./", "../"))):
         raise FileNotFoundError(f"{source} does not exist; pass an existing JSON or JSONL file, or a hub id")
@@ -89,12 +92,11 @@ def read_rows(
     """
     check_source(source)
     if _is_url(source):
-        rows = _url_rows(source, option)
+        yield from _url_rows(source, option)
     elif Path(source).is_file():
-        rows = _local_rows(Path(source))
+        yield from _local_rows(Path(source))
     else:
-        rows = _dataset_rows(source, split, config, option)
-    yield from ((place, _without_none(record)) for place, record in rows)
+        yield from _dataset_rows(source, split, config, option)
 
 
 def _local_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -215,7 +217,7 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
                 _check_folder(source)
                 if option is None and config not in datasets.get_dataset_config_names(source):
                     config = None  # a hub dataset's; this folder has other parts, or none
-            loaded = datasets.load_dataset(source, name=config)
+            loaded = _files_of_text(source, config) or datasets.load_dataset(source, name=config)
         except ConnectionError as error:
             raise ValueError(
                 f"{source} is no local file, and the hub cannot be reached ({error}); pass a copy as {_passed(option)}"
@@ -233,7 +235,7 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
                 f"{source} is no {found} with rows of one form ({reason}); give a .json or .jsonl "
                 "file, a saved dataset, or the id of one on the hub"
             ) from error
-    if isinstance(loaded, datasets.DatasetDict):
+    if isinstance(loaded, dict):  # as DatasetDict is
         split = split or ("test" if "test" in loaded else next(iter(loaded)))
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(loaded)}")
@@ -244,7 +246,55 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
     elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got split {split}; leave it out")
     for row, record in enumerate(loaded, start=1):
-        yield f"row {row}" + (f" of split {split}" if split else ""), record
+        place = f"row {row}" + (f" of split {split}" if split else "")
+        yield place, record if isinstance(loaded, _Files) else _without_none(record)
+
+
+@dataclass
+class _Files:
+    """The JSON or CSV files of one split."""
+
+    paths: list[Path]
+    csv_options: dict[str, Any]  # of `pandas.read_csv`; what README.md says of the files is among them
+
+    def __iter__(self) -> Iterator[Any]:
+        for path in self.paths:
+            if path.stat().st_size:
+                yield from _json_records(path) if _format_of(path) == "JSON" else self._csv_records(path)
+
+    def _csv_records(self, path: Path) -> Iterator[dict[str, str]]:
+        import pandas
+
+        options = self.csv_options | {"dtype": str, "na_filter": False, "chunksize": 1000}
+        try:
+            for chunk in pandas.read_csv(path, **options):
+                yield from chunk.to_dict("records")
+        except ValueError as error:
+            raise ValueError(
+                f"{path} cannot be read as CSV ({str(error).strip()}); mend it, or write its rows as JSONL"
+            ) from None
+
+
+def _json_records(path: Path) -> Iterator[Any]:
+    for place, record in _local_rows(path):
+        if isinstance(record, MalformedJson):
+            raise ValueError(f"{path}, {place}: {record}")
+        yield record
+
+
+def _files_of_text(source: str, config: str | None) -> dict[str, Any] | None:
+    """The files of each split of a folder of JSON or CSV, of whose texts `datasets` would make dates or None."""
+    import datasets
+
+    if not Path(source).is_dir():
+        return None
+    chosen = datasets.load_dataset_builder(source, name=config).config
+    found = {str(split): [Path(file) for file in files] for split, files in chosen.data_files.items()}
+    readable = all(path.is_file() and _format_of(path) in ("JSON", "csv", "tsv") for path in chain(*found.values()))
+    if not readable or getattr(chosen, "field", None) is not None:
+        return None
+    options = getattr(chosen, "pd_read_csv_kwargs", {})
+    return {split: _Files(paths, options) for split, paths in found.items()}
 
 
 def _check_folder(source: str) -> None:
@@ -279,20 +329,6 @@ def _check_folder(source: str) -> None:
             f"beside {_listed(sorted(read), base)}: name them alike (train-2.jsonl), move them out, or list the files "
             "under configs: in README.md"
         )
-    for path in by_format["JSON"]:
-        _check_keys(path)
-
-
-def _check_keys(path: Path) -> None:
-    """ValueError for a repeated key in a JSON array or in a first line; in further lines `datasets` refuses it."""
-    try:
-        for place, row in _local_rows(path):
-            if isinstance(row, RepeatedKey):
-                raise ValueError(f"{path}, {place}: {row}")
-            if place.startswith("line"):
-                return
-    except MalformedJson:  # an empty file, which is fine beside others; else `datasets` says what is wrong
-        return
 
 
 def _names_its_files(folder: Path) -> bool:

@@ -10,7 +10,9 @@ Every assistant turn is located by rendering the conversation again with a place
 after the placeholder is the template's, and the rest of the real rendering is the turn. It starts where the generation
 prompt ends, or after what the template puts there before each answer (`<|channel|>final<|message|>`). It ends with the
 first token that follows it and ends an answer: an end token of the target, or the special token with which the template
-closes answers. A token that ends no answer, as the next role's, is not trained, and neither is anything between. A
+closes answers. A token that ends no answer, as the next role's, is not trained, and neither is anything between. Tool
+calls are a part of the turn, also where they are a message of their own (gpt-oss), unless the target stops before them:
+then the conversation is refused. A
 `{% generation %}` block chooses among the turns, and leaves out a part of one where it encloses less; what else it
 encloses is not trained.
 
@@ -28,8 +30,18 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.chat_text import PLACEHOLDER, ChatText, ConversationError, Extra, check_unicode
+from draft_heads.data.text.chat_text import ChatText, ConversationError, Extra, check_unicode
+from draft_heads.data.text.marks import PLACEHOLDER, marked_calls
 from draft_heads.data.text.template_probe import Messages
+from draft_heads.data.text.token_spans import (
+    Turn,
+    common_prefix,
+    common_suffix,
+    end_between,
+    end_of_placeholder,
+    first_token,
+    part_in_block,
+)
 
 __all__ = ["ConversationError", "Extra", "Messages", "check_unicode"]
 
@@ -47,14 +59,6 @@ class _Rendering(NamedTuple):
     text: str
     ids: list[int]
     offsets: list[tuple[int, int]]
-
-
-class _Turn(NamedTuple):
-    """Character positions of one assistant turn in the rendered text."""
-
-    start: int  # where the target would start to write
-    aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
-    content: int  # end of the content
 
 
 def end_token_ids(
@@ -102,15 +106,17 @@ class ChatRenderer(ChatText):
     # ---- rendering ------------------------------------------------------------------------------
 
     def prompt(self, messages: Messages, extra: Extra = None) -> list[int]:
-        """Token ids [L] of `messages` with the generation prompt; ControlTokenError as `check_texts`.
+        """Token ids [L] of `messages` with the generation prompt, as `checked_text` checks it.
 
-        The answers in it may be the target's own, which hold what it has generated: they are not checked.
+        ConversationError where it ends with the end of an answer, after which the target writes none.
         """
-        text = self.text(messages, add_generation_prompt=True, extra=extra)
-        self.check_texts(messages, answers=False, extra=extra)
-        self._check_shown(text, messages, extra, add_generation_prompt=True)
-        self.check_read(messages, extra)
-        return self._encode(text)[0]
+        ids = self._encode(self.checked_text(messages, add_generation_prompt=True, extra=extra))[0]
+        if ids and ids[-1] in self.ends and messages[-1]["role"] == "assistant":
+            raise ConversationError(
+                "the last message is the assistant's, and this chat template begins no answer after it (received the "
+                f"roles {[message['role'] for message in messages]}); end with a user's or a tool's message"
+            )
+        return ids
 
     def answer_text(self, answer: Sequence[int], end_token_ids: Collection[int]) -> tuple[str, bool]:
         """The text of `answer_tokens`, stripped, and whether that is all of the answer."""
@@ -126,10 +132,7 @@ class ChatRenderer(ChatText):
         """
         if all(message.get("trained") is False for message in messages if message["role"] == "assistant"):
             raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
-        text = self.text(messages, extra=extra)
-        self.check_texts(messages, extra=extra)
-        self._check_shown(text, messages, extra, add_generation_prompt=False)
-        self.check_read(messages, extra)
+        text = self.checked_text(messages, extra=extra)
         self._check_answers(text, messages, extra)
         whole = _Rendering(messages, extra, text, *self._encode(text))
         marked = self._block_mask(whole) if self.has_generation_block else None
@@ -201,11 +204,11 @@ class ChatRenderer(ChatText):
         placeholder = self._placeholder(messages)
         before = messages[:-2] + [{**answer, "content": placeholder}]
         text = self.text(before + [question], add_generation_prompt=True, extra=extra)
-        end = _end_of_placeholder(text, placeholder)
+        end = end_of_placeholder(text, placeholder)
         ids, offsets = self._encode(text)
-        own = end + len(_common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2]))
-        first = _first_token(offsets, end)
-        stop = _end_between(first, own, ids, offsets, self.closing)
+        own = end + len(common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2]))
+        first = first_token(offsets, end)
+        stop = end_between(first, own, ids, offsets, self.closing)
         return ids[stop if stop is not None else first :]
 
     def end_of_turn(self) -> int | None:
@@ -213,7 +216,7 @@ class ChatRenderer(ChatText):
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}]
         text = self.text(messages)
         ids, offsets = self._encode(text)
-        end = _end_of_placeholder(text, PLACEHOLDER)
+        end = end_of_placeholder(text, PLACEHOLDER)
         found = next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._marks), None)
         if found is None and (closing := text[end:].strip()):
             logger.warning(
@@ -230,6 +233,10 @@ class ChatRenderer(ChatText):
         """[first, last) token to train of the assistant's turn `number`."""
         text, ids, offsets = whole.text, whole.ids, whole.offsets
         turn = self._locate(whole, number) or self._turn_of_block(whole, number, marked)
+        calls = bool(whole.messages[number].get("tool_calls"))
+        if calls:
+            end = self._end_of_calls(text, whole.messages, number, whole.extra)
+            turn = turn._replace(content=max(turn.content, end))
         begins = (end > turn.start and (start >= turn.start or not turn.aligned) for start, end in offsets)
         first = next((i for i, found in enumerate(begins) if found), len(ids))
         last = first
@@ -243,12 +250,20 @@ class ChatRenderer(ChatText):
         if after < len(ids) and ids[after] in self.ends:
             stop: int | None = after + 1
         else:
-            stop = _end_between(last, self._own_end(whole, number, turn), ids, offsets, self.ends)
-        if marked is None:
-            return first, stop or last
-        return _part_in_block(turn, first, stop or last, text, offsets, marked)
+            own = self._own_end(whole, number, turn)
+            stop = end_between(last, own, ids, offsets, self.ends)
+            if stop is None and calls:  # without their end, or as far as a block encloses them
+                stop = first if marked is None else max(last, first_token(offsets, own))
+        if stopped := next((token for token in ids[first:last] if token in self._end_token_ids), None):
+            raise ConversationError(
+                f"a trained turn ends once, and the chat template writes {self.tokenizer.decode(stopped)!r}, where the "
+                f"target stops, in the midst of turn {number} (assistant), as before its tool calls; give it weight 0, "
+                "or pass a chat_template that writes the end after them alone"
+            )
+        stop = last if stop is None else stop
+        return (first, stop) if marked is None else part_in_block(turn, first, stop, text, offsets, marked)
 
-    def _locate(self, whole: _Rendering, number: int) -> _Turn | None:
+    def _locate(self, whole: _Rendering, number: int) -> Turn | None:
         """Characters of the assistant's turn `number`; None where the rendering does not show where it is."""
         messages, extra, text = whole.messages, whole.extra, whole.text
         message, history, rest = messages[number], messages[:number], messages[number + 1 :]
@@ -258,12 +273,15 @@ class ChatRenderer(ChatText):
         before, found, after = self.text([*history, filled, *rest], extra=extra).partition(placeholder)
         template = before  # what stands before an answer that is nothing but its text
         if message.keys() - {"role", "content", "trained"}:
-            with suppress(ConversationError):  # a template that needs the further keys
-                template = self.text([*history, bare, *rest], extra=extra).partition(placeholder)[0]
+            for following in (rest, []):  # which may need the further keys
+                with suppress(ConversationError):
+                    template = self.text([*history, bare, *following], extra=extra).partition(placeholder)[0]
+                    break
         content = len(text) - len(after)
         wordless = not str(message.get("content") or "").strip()  # nothing but tool calls
+        alone = Turn(len(prompt), True, len(prompt)) if wordless and text.startswith(prompt) else None
         if not found or placeholder in after or not text.endswith(after):
-            return _Turn(len(prompt), True, len(prompt)) if wordless and text.startswith(prompt) else None
+            return alone
         if text.startswith(template) and before == template:
             start, aligned = len(before), False
             if text.startswith(prompt) and len(prompt) > start:  # the prompt begins the answer (a thought)
@@ -275,23 +293,41 @@ class ChatRenderer(ChatText):
         elif text.startswith(prompt):  # the template moves thoughts out of the content; the target writes them too
             start, aligned = len(prompt), True
         else:  # the same, after a prompt that begins the thought in another way
-            start, aligned = len(_common_prefix(text, prompt)), False
-            if start < len(_common_prefix(self.text(history, extra=extra), prompt)):
+            start, aligned = len(common_prefix(text, prompt)), False
+            if start < len(common_prefix(self.text(history, extra=extra), prompt)):
                 return None
         # Without words, a break between words and calls is missing: it is taken for that before the words.
         overlap = wordless and not text[content:start].strip()
-        return _Turn(start, aligned, content) if start <= content or overlap else None
+        return Turn(start, aligned, content) if start <= content or overlap else alone
 
-    def _own_end(self, whole: _Rendering, number: int, turn: _Turn) -> int:
+    def _own_end(self, whole: _Rendering, number: int, turn: Turn) -> int:
         """Where the text ends that the template adds for a turn, whatever follows it."""
         if number + 1 == len(whole.messages):
             return len(whole.text)
         placeholder, message = self._placeholder(whole.messages), whole.messages[number]
+        if message.get("tool_calls"):
+            until = whole.messages[: number + 1]
+            own = self.text(until, extra=whole.extra)
+            own = own[self._end_of_calls(own, until, number, whole.extra) :]
+            return turn.content + len(common_prefix(whole.text[turn.content :], own))
         replaced = [*whole.messages[:number], {**message, "content": placeholder}]
-        owns = [self.text(replaced, extra=whole.extra).rpartition(placeholder)[2]]
-        if turn.start == turn.content:  # tool calls without words: the break before them may be missing
-            owns += [owns[0].lstrip(), self.text(whole.messages[: number + 1], extra=whole.extra)[turn.start :]]
-        return turn.content + max(len(_common_prefix(whole.text[turn.content :], own)) for own in owns)
+        own = self.text(replaced, extra=whole.extra).rpartition(placeholder)[2]
+        return turn.content + len(common_prefix(whole.text[turn.content :], own))
+
+    def _end_of_calls(self, text: str, messages: Messages, number: int, extra: Extra) -> int:
+        """Where the calls of turn `number` end in the rendering `text`, but for brackets that close them.
+
+        Example: after `Rome` in `[f(a="Paris"), f(a="Rome")]<|im_end|>`.
+        """
+        message = messages[number]
+        calls = marked_calls(message["tool_calls"], {}, names=False)  # a tool's turn may repeat a name
+        other = self.text([*messages[:number], {**message, "tool_calls": calls}, *messages[number + 1 :]], extra=extra)
+        if text == other:
+            raise ConversationError(
+                f"the chat template leaves out the tool calls of turn {number} (assistant), which is to be trained on; "
+                "give it weight 0, or pass a chat_template that keeps them"
+            )
+        return len(text) - len(common_suffix(text, other))
 
     # ---- {% generation %} blocks ---------------------------------------------------------------------------
 
@@ -305,7 +341,7 @@ class ChatRenderer(ChatText):
             raise ConversationError("the chat template renders differently each time; it must not use the clock")
         return [bool(m) for m in encoded["assistant_masks"]]
 
-    def _turn_of_block(self, whole: _Rendering, number: int, marked: list[bool] | None) -> _Turn:
+    def _turn_of_block(self, whole: _Rendering, number: int, marked: list[bool] | None) -> Turn:
         """Characters of a turn that only its block shows; ConversationError without one."""
         prompt = self.text(whole.messages[:number], add_generation_prompt=True, extra=whole.extra)
         if marked is None or not whole.text.startswith(prompt):
@@ -315,47 +351,10 @@ class ChatRenderer(ChatText):
                 f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
                 "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
             )
-        last = first = next((i for i in range(_first_token(whole.offsets, len(prompt)), len(marked)) if marked[i]), 0)
+        last = first = next((i for i in range(first_token(whole.offsets, len(prompt)), len(marked)) if marked[i]), 0)
         while last < len(marked) and marked[last] and whole.ids[last] not in self.ends:
             last += 1
-        return _Turn(len(prompt), True, whole.offsets[max(first, last - 1)][1])
-
-
-def _part_in_block(
-    turn: _Turn, first: int, last: int, text: str, offsets: list[tuple[int, int]], marked: list[bool]
-) -> tuple[int, int]:
-    """Of the tokens [first, last) of a turn those from the first to the last that a block encloses.
-
-    A block that leaves out nothing but whitespace and what the template adds around the content encloses all of them.
-    """
-    inside = [i for i in range(first, last) if marked[i]]
-    if not inside:
-        return first, first
-    begin, end = inside[0], inside[-1]
-    from_start = not text[offsets[first][0] : offsets[begin][0]].strip()
-    to_end = not text[offsets[end][1] : turn.content].strip()
-    return first if from_start else begin, last if to_end else end + 1
-
-
-def _first_token(offsets: list[tuple[int, int]], start: int) -> int:
-    """The first token that begins at or after character `start`."""
-    return next((i for i, (begin, _) in enumerate(offsets) if begin >= start), len(offsets))
-
-
-def _end_between(
-    first: int, own: int, ids: list[int], offsets: list[tuple[int, int]], ends: Collection[int]
-) -> int | None:
-    """The index after the first token of `ends` from token `first` on to the one at character `own`.
-
-    That token counts whole: what follows a turn may have its first characters in common with another ending,
-    such as `<|user|>` and `</s>`.
-    """
-    for i in range(first, len(ids)):
-        if ids[i] in ends:
-            return i + 1
-        if offsets[i][1] > own:
-            return None
-    return None
+        return Turn(len(prompt), True, whole.offsets[max(first, last - 1)][1])
 
 
 def _answers(messages: Messages) -> list[tuple[int, str]]:
@@ -380,14 +379,3 @@ def _left_out(answer: str, shown: str) -> int:
     """
     words = _packed(answer)
     return next(count for count in range(len(words) + 1) if words[count:] in shown)
-
-
-def _end_of_placeholder(text: str, placeholder: str) -> int:
-    start = text.rfind(placeholder)
-    if start < 0:
-        raise ConversationError(f"the chat template leaves out the assistant's text (it renders {text[-60:]!r})")
-    return start + len(placeholder)
-
-
-def _common_prefix(one: str, other: str) -> str:
-    return one[: next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))]

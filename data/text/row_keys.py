@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from draft_heads.data.text.json_rows import RepeatedKey, parse_json
+from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning
 from draft_heads.data.text.rendering import ConversationError
 
 ROLES = {
@@ -46,6 +47,9 @@ TRAINED = ("trained", "train", "training", "weight", "loss")
 COPIES = {"prompt", "instruction", "input", "question", "query", "text", "context"}
 COPIES |= {"output", "response", "answer", "completion"}
 """Texts of a row that are fine where its turns hold them too, and refused otherwise."""
+
+ANSWERS = {"output", "response", "answer", "completion", "solution", "ground_truth"}
+"""Keys of a row that are not read where the target writes the answers."""
 
 RENDERINGS = ("prompt", "text")
 """Those of them that may hold all turns at once, with the marks of a chat template between them."""
@@ -86,26 +90,9 @@ _ASK_NOTHING: list[tuple[str, Any]] = [
 _ASK_NOTHING += [("channel", "final"), ("recipient", "all")]
 """Keys that change nothing with this value; `label` is true of an answer that is wanted (KTO)."""
 
-METADATA = {
-    *("id", "_id", "idx", "index", "uuid", "uid", "hash", "key", "place", "title", "type", "kind", "tag", "tags"),
-    *("source", "sources", "dataset", "data_source", "dataset_name", "origin", "split", "subset", "url", "link"),
-    *("license", "version", "author", "status", "metadata", "meta", "info", "header", "views", "likes", "avatarUrl"),
-    *("model", "models", "model_name", "generator", "teacher_model", "gen_input_configs", "temperature"),
-    *("timestamp", "date", "time", "created", "create_time", "created_at", "updated_at"),
-    *("lang", "language", "languages", "locale", "country", "state", "hashed_ip", "markdown"),
-    *("category", "categories", "subcategory", "topic", "topics", "domain", "subject", "task", "subtask", "level"),
-    *("difficulty", "intent", "label"),
-    *("score", "scores", "rating", "ratings", "reward", "rank", "quality", "input_quality", "quality_explanation"),
-    *("reward_model", "instruct_reward", "min_neighbor_distance", "min_similar_uuid", "llama_guard_2"),
-    *("turn", "turns", "turn_identifier", "length", "tokens", "used_in_training", "skip_prompt_formatting"),
-    *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
-    *("parallel_tool_calls", "__index_level_0__"),
-}
-_METADATA_FORM = re.compile(
-    r"(?!.*(train|mask|loss|weight|image|audio|video))"
-    r"((num|n|avg|score|is|has)_\w+|\w+_(id|ids|hash|url|score|scores|rating|count|length|tokens|source|version))"
-)
-"""Keys of a row or a turn that say nothing about its text, by name, and by form where the value is short."""
+_FLAGS = {*TRAINED, *(key for key, _ in _ASK_NOTHING), "thinking", "enable_thinking"}
+_FLAG_TEXTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+"""Keys of a row that are true or false, and how CSV, which has texts alone, writes that."""
 
 
 class Further(NamedTuple):
@@ -126,6 +113,10 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
 
     ConversationError for keys whose value cannot be used and for those that nothing reads though they hold text.
     """
+
+    def repeats(key: str, value: Any) -> bool:
+        return _repeats(key, value, [_text_or_none(turn) for turn in turns], _systems_of(row))
+
     extra: dict[str, Any] = {}
     systems: dict[str, str] = {}
     unknown = []
@@ -133,6 +124,8 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
     for key, value in row.items():
         if key in used or value in ("", [], {}):
             continue
+        if key in _FLAGS and isinstance(value, str):
+            value = _FLAG_TEXTS.get(value.lower(), value)
         if key in SYSTEM:
             systems.setdefault(text_of(value).strip(), text_of(value))
         elif key in ARGUMENTS:
@@ -143,15 +136,15 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
             if value not in (True, 1):
                 raise ConversationError(f"a row's {key!r} is 1 or true, received {value!r}: weights are those of turns")
         elif key in COPIES:
-            if not _repeats(key, value, [_text_or_none(turn) for turn in turns], _systems_of(row)):
+            if not repeats(key, value):
                 raise ConversationError(
                     f"the key {key!r} holds text that no turn has: write it into the turns, or take the key out"
                 )
         elif (key, value) in _ASK_NOTHING:
             continue
         elif _is_not_read(key, value) or (key == "turns" and isinstance(value, list)):
-            raise ConversationError(f"the key {key!r} changes the text or the mask, and nothing reads it")
-        elif not carries_no_meaning(key, value) and not _is_label(key, value, row):
+            raise ConversationError(f"the key {_named(key, value)} changes the text or the mask, and nothing reads it")
+        elif not (carries_no_meaning(key, value) or _is_label(key, value, row) or repeats(key, value)):
             unknown.append(f"the key {key!r} is unknown")
     systems.pop("", None)
     if len(systems) > 1:
@@ -199,10 +192,11 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
             if calls := _tool_calls(value):
                 message[key] = calls
         elif _is_not_read(key, value) or key in SYSTEM or key in ARGUMENTS:
-            raise ConversationError(f"the key {key!r} of a turn changes the text or the mask, and nothing reads it")
+            named = _named(key, value)
+            raise ConversationError(f"the key {named} of a turn changes the text or the mask, and nothing reads it")
         elif key in COPIES and not _repeats(key, value, [message["content"]]):
             raise ConversationError(f"the key {key!r} holds text that the turn has not: write it into the turn")
-        elif not carries_no_meaning(key, value) and key not in COPIES:
+        elif not (carries_no_meaning(key, value) or _repeats(key, value, [message["content"]])):
             unknown.append(f"the key {key!r} is unknown")
     return message, unknown
 
@@ -238,24 +232,22 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
-def carries_no_meaning(key: str, value: Any) -> bool:
-    """Whether a key with this value is known to say nothing about the text.
-
-    Example: `dataset_source` says nothing as `web`, and may be a passage where it holds white space.
-    """
-    return key in METADATA or (_METADATA_FORM.fullmatch(key) is not None and _is_short(value))
-
-
-def _is_short(value: Any) -> bool:
-    """Whether a value holds numbers, booleans and short texts without white space alone."""
-    if isinstance(value, (Mapping, list)):
-        return all(map(_is_short, value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, str) or (len(value) < 200 and not re.search(r"\s", value))
-
-
 def _is_not_read(key: str, value: Any) -> bool:
     """Whether a key changes the text or the mask, and nothing reads it."""
-    return key in NOT_READ or _MEDIA_FORM.fullmatch(key) is not None or (key == "label" and value is False)
+    refused = key == "label" and value == 0  # false too
+    return key in NOT_READ or _MEDIA_FORM.fullmatch(key) is not None or refused or _inner_text(key, value) is not None
+
+
+def _inner_text(key: str, value: Any) -> str | None:
+    """The key among metadata that a row or a turn is read for, if one is there with a text or a list."""
+    inner = value if key in METADATA and isinstance(value, Mapping) else {}
+    read = {*SYSTEM, *THOUGHTS, *LISTS, TOOL_CALLS}
+    return next((one for one in inner if one in read and isinstance(inner[one], str | list) and inner[one]), None)
+
+
+def _named(key: str, value: Any) -> str:
+    """A key, or that in it which `_inner_text` finds."""
+    return repr(key) if (inner := _inner_text(key, value)) is None else f"{inner!r} in {key!r}"
 
 
 def _is_label(key: str, value: Any, row: Mapping[str, Any]) -> bool:
@@ -333,7 +325,7 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
         return found
     if key in LISTS:
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-            raise ConversationError(f"{key!r} is a list of objects, received {type(value).__name__}")
+            raise ConversationError(f"{key!r} is a list of objects, received {_kinds(value)}")
         if not value:
             return {}
         if key == "functions":
@@ -343,11 +335,17 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
     return {key: value}
 
 
+def _kinds(value: Any) -> str:
+    """What a value is that should be a list of objects, and of a list what is in it."""
+    wrong = [one for one in value if not isinstance(one, dict)] if isinstance(value, list) else []
+    return f"a list with {wrong[0]!r:.40}; write each as an object" if wrong else type(value).__name__
+
+
 def _tool_calls(value: Any) -> list[dict[str, Any]]:
     """The calls of a turn, their arguments as objects: OpenAI's API writes JSON there, chat templates read objects."""
     calls = _parse_json(TOOL_CALLS, value)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ConversationError(f"{TOOL_CALLS!r} is a list of objects, received {type(calls).__name__}")
+        raise ConversationError(f"{TOOL_CALLS!r} is a list of objects, received {_kinds(calls)}")
     found = []
     for call in calls:
         call = without_none(call)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations import deepspeed as integration
+from transformers.utils import chat_template_utils
 
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.kv_cache import KVCache, PreallocatedLayer
@@ -26,6 +27,7 @@ from tests.internals import changed, parameters
 @pytest.mark.parametrize(
     ("ours", "holder", "name"),
     [
+        ("data/text/chat_template.py: template_variables", chat_template_utils, "_compile_jinja_template"),
         ("data/common/pretrained.py: model_class", transformers.AutoModelForCausalLM, "_model_mapping"),
         ("data/common/pretrained.py: model_class", transformers.AutoModelForImageTextToText, "_model_mapping"),
         ("inference/target/library_names.py: is_recurrent", transformers.PreTrainedModel, "_is_stateful"),

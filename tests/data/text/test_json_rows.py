@@ -6,7 +6,7 @@ import json
 import datasets
 import pytest
 
-from draft_heads.data.text.conversations import read_conversations
+from draft_heads.data.text.conversations import conversation_of, read_conversations
 from draft_heads.data.text.json_rows import RepeatedKey, parse_json, read_rows
 
 TWICE = '{"conversations": [{"from": "human", "value": "First", "value": "Second"}, {"from": "gpt", "value": "x"}]}'
@@ -194,7 +194,7 @@ def test_a_row_with_a_key_twice_is_a_bad_row_and_those_after_it_are_read(tmp_pat
     [
         (f"[{json.dumps(GOOD)}, {TWICE}]", r"a\.json, row 2: an object has a key twice: 'value'"),
         (TWICE, r"a\.json, line 1: an object has a key twice: 'value'"),
-        (f"{json.dumps(GOOD)}\n{TWICE}", r"no folder with rows of one form \(.*value\) was specified twice"),
+        (f"{json.dumps(GOOD)}\n{TWICE}", r"a\.json, line 2: an object has a key twice: 'value'"),
     ],
 )
 def test_a_key_twice_in_a_file_of_a_folder_is_an_error(tmp_path, text, reason):
@@ -207,3 +207,57 @@ def test_a_key_twice_in_a_file_of_a_folder_is_an_error(tmp_path, text, reason):
 def test_an_empty_file_beside_others_of_a_folder_is_fine(tmp_path):
     (folder(tmp_path, "a.jsonl") / "b.jsonl").write_text("")
     assert names(tmp_path) == ["a.jsonl"]
+
+
+# ---- a folder reads as its files do ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"x": {"type": "integer", "default": 1}, "y": None}, {"y": "a", "x": {"default": 1.5, "type": "number"}}],
+        [{"day": "2024-05-01"}, {"day": "2024-05-02T10:00:00"}],
+        [{"x": 1}, {"x": "one"}, {"x": [1]}],
+    ],
+    ids=["numbers and order", "dates", "types"],
+)
+def test_rows_of_a_folder_are_those_of_its_files(tmp_path, rows):
+    (tmp_path / "train-1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "train-2.json").write_text(json.dumps(rows))
+    places, found = zip(*read_rows(str(tmp_path)))
+    assert json.dumps(found) == json.dumps(rows * 2)  # the order of keys, and 1 apart from 1.0
+    assert places == tuple(f"row {number} of split train" for number in range(1, 2 * len(rows) + 1))
+
+
+def test_arrow_rows_are_without_the_keys_of_other_rows(tmp_path):
+    datasets.Dataset.from_list([{"a": {"b": 1}}, {"a": {"c": 2}}]).to_parquet(tmp_path / "train.parquet")
+    assert [row for _, row in read_rows(str(tmp_path))] == [{"a": {"b": 1}}, {"a": {"c": 2}}]
+
+
+@pytest.mark.parametrize(("name", "between"), [("train.csv", ","), ("train.tsv", "\t")])
+def test_cells_of_csv_are_texts_as_they_are_written(tmp_path, name, between):
+    cells = [["prompt", "system", "weight"], ["NA", "N/A", "1.0"], ["null", "", "1"], ["007", "None", "true"]]
+    (tmp_path / name).write_text("\n".join(between.join(line) for line in cells))
+    assert [row for _, row in read_rows(str(tmp_path))] == [dict(zip(cells[0], line)) for line in cells[1:]]
+    found = map(conversation_of, read_conversations(str(tmp_path), generate=True).dataset)
+    assert [[turn["content"] for turn in messages] for messages, _ in found] == [
+        ["N/A", "NA"],
+        ["null"],
+        ["None", "007"],
+    ]
+
+
+def test_a_broken_file_of_a_folder_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD) + "\n{")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: malformed JSON"):
+        list(read_rows(str(tmp_path)))
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("prompt\na\nb,c\n")
+    with pytest.raises(ValueError, match=r"train\.csv cannot be read as CSV .*; mend it, or write its rows as JSONL"):
+        list(read_rows(str(tmp_path / "csv")))
+
+
+def test_a_file_of_a_folders_format_may_be_read_in_a_folder(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match="write its rows as JSONL, or pass a folder with such files alone"):
+        names(tmp_path / "a.parquet")

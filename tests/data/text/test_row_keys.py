@@ -49,10 +49,9 @@ def test_further_arguments_of_the_chat_template_are_kept_with_the_conversation(t
         chat,
     ]
     found = [extra for _, extra in read(tmp_path, *rows)[0]]
-    parameters = {"a": {"type": "integer"}}  # without the null, which JSON in a text keeps
-    tools = {"tools": [{"type": "function", "function": {"name": "add", "parameters": parameters}}]}
+    tools = {"tools": TOOLS}
     assert found == [
-        *(tools, {"tools": TOOLS}, tools, tools | {"enable_thinking": False}),
+        *(tools, tools, tools, tools | {"enable_thinking": False}),
         *({"documents": documents}, {"reasoning_effort": "low"}, {}),
     ]
 
@@ -109,6 +108,10 @@ REFUSED = [
     ({"label": False}, "'label' changes the text or the mask"),
     ({"tools": "add(a, b)"}, "'tools' is text that is no JSON"),
     ({"tools": "{}"}, "'tools' is a list of objects, received dict"),
+    ({"tools": ['{"name"']}, "'tools' is a list of objects, received a list with '{\"name\"'; write each as an object"),
+    ({"conversations": "[]"}, "the turns are a list, received str; write them as one, in JSONL"),
+    ({"label": 0}, "'label' changes the text or the mask"),
+    ({"meta": {"system_prompt": "Rhyme."}}, "'system_prompt' in 'meta' changes the text or the mask"),
     ({"chat_template_kwargs": {"add_generation_prompt": True}}, "'add_generation_prompt' among"),
     ({"weight": 0.5}, "a row's 'weight' is 1 or true, received 0.5"),
     ({"tools": TOOLS, "functions": [{"name": "sub"}]}, "one value of 'tools', received two that differ"),
@@ -230,11 +233,10 @@ def test_a_dataset_folder_of_both_forms_and_of_all_keys_is_read_as_its_rows_are(
 def test_a_null_reads_alike_from_a_file_and_from_its_folder(tmp_path):
     row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": TOOLS}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    bare = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     for source in (tmp_path / "rows.jsonl", tmp_path):
         (messages, extra) = conversation_of(load_conversations(str(source))[0])
-        assert messages == [USER, {"role": "assistant", "content": "", "tool_calls": [bare]}]
-        assert extra["tools"][0]["function"]["parameters"] == {"a": {"type": "integer"}}
+        assert messages == [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        assert extra["tools"] == TOOLS
 
 
 def test_another_channel_or_recipient_than_the_answers_is_refused(tmp_path):

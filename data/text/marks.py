@@ -1,0 +1,54 @@
+"""Texts that are nowhere else, in place of those that a chat template may render: they show what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
+
+
+def _mark(place: str, marks: dict[str, str]) -> str:
+    """A text that is nowhere else, added to `marks` as that of a place."""
+    mark = f"{PLACEHOLDER}{len(marks)}X"
+    marks[mark] = place
+    return mark
+
+
+def marked(place: str, value: Any, marks: dict[str, str]) -> Any:
+    """A value of JSON with a mark in place of each text in it."""
+    if isinstance(value, Mapping):
+        return {key: marked(f"{place}.{key}", one, marks) for key, one in value.items()}
+    if isinstance(value, list):
+        return [marked(f"{place}[{number}]", one, marks) for number, one in enumerate(value)]
+    return _mark(place, marks) if isinstance(value, str) and value.strip() else value
+
+
+def marked_names(place: str, functions: Sequence[Any], marks: dict[str, str]) -> list[Any]:
+    """Tools with a mark in place of each name."""
+    return [_marked_name(f"{place}[{number}]", one, marks) for number, one in enumerate(functions)]
+
+
+def _marked_name(place: str, function: Any, marks: dict[str, str]) -> Any:
+    if isinstance(function, Mapping) and isinstance(function.get("function"), Mapping):
+        return {**function, "function": _marked_name(place, function["function"], marks)}
+    named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    return {**function, "name": _mark(f"{place}.name", marks)} if named else function
+
+
+def marked_calls(calls: Sequence[Any], marks: dict[str, str], names: bool = True) -> list[Any]:
+    """The calls with a mark behind the arguments of each, and in place of their names.
+
+    names: whether of those with arguments too
+    """
+    found = []
+    for number, call in enumerate(calls):
+        place, inner = f"tool_calls[{number}]", call.get("function", call)
+        arguments = inner.get("arguments")
+        has_arguments = isinstance(arguments, Mapping)
+        changed = _marked_name(place, inner, marks) if names or not has_arguments else inner
+        if has_arguments:
+            mark = _mark(f"{place}.arguments", marks)
+            changed = {**changed, "arguments": {**arguments, mark: mark}}
+        found.append({**call, "function": changed} if "function" in call else changed)
+    return found

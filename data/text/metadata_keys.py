@@ -1,0 +1,54 @@
+"""The keys of rows and turns that say nothing about the text: one list for data and prompts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+METADATA = {
+    *("id", "_id", "idx", "index", "uuid", "uid", "hash", "key", "place", "title", "type", "kind", "tag", "tags"),
+    *("source", "sources", "dataset", "data_source", "dataset_name", "origin", "split", "subset", "url", "link"),
+    *("license", "version", "author", "status", "metadata", "meta", "info", "header", "views", "likes", "avatarUrl"),
+    *("model", "models", "model_name", "generator", "teacher_model", "gen_input_configs", "temperature"),
+    *("timestamp", "date", "time", "created", "create_time", "created_at", "updated_at"),
+    *("lang", "language", "languages", "locale", "country", "state", "hashed_ip", "markdown"),
+    *("category", "categories", "subcategory", "topic", "topics", "domain", "subject", "task", "subtask", "level"),
+    *("difficulty", "intent", "label"),
+    *("score", "scores", "rating", "ratings", "reward", "rank", "quality", "input_quality", "quality_explanation"),
+    *("reward_model", "instruct_reward", "min_neighbor_distance", "min_similar_uuid", "llama_guard_2"),
+    *("turn", "turns", "turn_identifier", "length", "tokens", "used_in_training", "skip_prompt_formatting"),
+    *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
+    *("parallel_tool_calls", "__index_level_0__"),
+}
+_OF_THE_ROW = {
+    *("source", "page", "site", "home", "base", "web", "repo", "github", "paper", "article", "post", "user"),
+    *("author", "creator", "owner", "worker", "annotator", "conversation", "chat", "thread", "session", "dialog"),
+    *("dialogue", "message", "turn", "parent", "root", "tree", "reply", "comment", "prompt", "question", "query"),
+    *("answer", "response", "completion", "instruction", "problem", "row", "sample", "example", "item", "record"),
+    *("entry", "instance", "data", "dataset", "task", "test", "category", "topic", "subject", "group", "cluster"),
+    *("batch", "run", "job", "request", "trace", "model", "seed", "score", "label", "original", "orig", "unique"),
+    *("global", "external", "public", "internal", "new", "old", "hf", "hub"),
+}
+_METADATA_FORM = re.compile(
+    r"(?!.*(train|mask|loss|weight|image|audio|video))"
+    r"((num|n|avg|score|is|has)_\w+|\w+_(hash|score|scores|rating|count|length|tokens|source|version)"
+    rf"|((?:{'|'.join(_OF_THE_ROW)})_)+(id|ids|url))"
+)
+"""Keys of a row or a turn that say nothing about its text, by name, and by form where the value is short: addresses and
+ids are those of `_OF_THE_ROW`, for others (`file_ids`, `gif_url`) may be of what the text is about."""
+
+
+def carries_no_meaning(key: str, value: Any) -> bool:
+    """Whether a key with this value is known to say nothing about the text.
+
+    Example: `dataset_source` says nothing as `web`, and may be a passage where it holds white space.
+    """
+    return key in METADATA or (_METADATA_FORM.fullmatch(key) is not None and _is_short(value))
+
+
+def _is_short(value: Any) -> bool:
+    """Whether a value holds numbers, booleans and short texts without white space alone."""
+    if isinstance(value, (Mapping, list)):
+        return all(map(_is_short, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, str) or (len(value) < 200 and not re.search(r"\s", value))

@@ -1,0 +1,68 @@
+"""Positions in a rendered text and among its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from draft_heads.data.text.chat_text import ConversationError
+
+
+class Turn(NamedTuple):
+    """Character positions of one assistant turn in the rendered text."""
+
+    start: int  # where the target would start to write
+    aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
+    content: int  # end of the content
+
+
+def part_in_block(
+    turn: Turn, first: int, last: int, text: str, offsets: list[tuple[int, int]], marked: list[bool]
+) -> tuple[int, int]:
+    """Of the tokens [first, last) of a turn those from the first to the last that a block encloses.
+
+    A block that leaves out nothing but whitespace and what the template adds around the content encloses all of them.
+    """
+    inside = [i for i in range(first, last) if marked[i]]
+    if not inside:
+        return first, first
+    begin, end = inside[0], inside[-1]
+    from_start = not text[offsets[first][0] : offsets[begin][0]].strip()
+    to_end = not text[offsets[end][1] : turn.content].strip()
+    return first if from_start else begin, last if to_end else end + 1
+
+
+def first_token(offsets: list[tuple[int, int]], start: int) -> int:
+    """The first token that begins at or after character `start`."""
+    return next((i for i, (begin, _) in enumerate(offsets) if begin >= start), len(offsets))
+
+
+def end_between(
+    first: int, own: int, ids: list[int], offsets: list[tuple[int, int]], ends: Collection[int]
+) -> int | None:
+    """The index after the first token of `ends` from token `first` on to the one at character `own`.
+
+    That token counts whole: what follows a turn may have its first characters in common with another ending,
+    such as `<|user|>` and `</s>`.
+    """
+    for i in range(first, len(ids)):
+        if ids[i] in ends:
+            return i + 1
+        if offsets[i][1] > own:
+            return None
+    return None
+
+
+def end_of_placeholder(text: str, placeholder: str) -> int:
+    start = text.rfind(placeholder)
+    if start < 0:
+        raise ConversationError(f"the chat template leaves out the assistant's text (it renders {text[-60:]!r})")
+    return start + len(placeholder)
+
+
+def common_prefix(one: str, other: str) -> str:
+    return one[: next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))]
+
+
+def common_suffix(one: str, other: str) -> str:
+    return common_prefix(one[::-1], other[::-1])[::-1]

@@ -1,0 +1,68 @@
+"""Which keys say nothing of the text, by the words of their names, and which repeat a turn."""
+
+import json
+
+import pytest
+
+from draft_heads.data.text.benchmarks import BenchmarkError, load_benchmark
+from draft_heads.data.text.conversations import ConversationError, parse_record, read_conversations
+from draft_heads.data.text.metadata_keys import carries_no_meaning
+
+CHAT = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "Their sum is 3."}]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "source_url page_url user_id conversation_id prompt_id message_tree_id parent_id original_question_ids row_id",
+        "answer_source row_hash turn_count is_english has_code num_turns id url",
+    ],
+)
+def test_ids_and_addresses_of_the_row_itself_say_nothing_of_its_text(keys):
+    for key in keys.split():
+        assert carries_no_meaning(key, "a1") and parse_record({"messages": CHAT, key: "a1"}).messages == CHAT
+
+
+def test_ids_and_addresses_of_what_the_text_may_be_about_are_unknown():
+    names = "img gif media file pdf document context user_img attachment"
+    for key in [f"{name}_{end}" for name in names.split() for end in ("id", "ids", "url")]:
+        assert not carries_no_meaning(key, "a1")
+        for row in ({"messages": CHAT, key: "a1"}, {"messages": [CHAT[0] | {key: "a1"}, CHAT[1]]}):
+            with pytest.raises(ConversationError, match=f"the key '{key}' (is unknown|.*changes the text)"):
+                parse_record(row)
+
+
+def test_a_question_about_a_file_is_no_question_of_a_benchmark(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"turns": ["Describe"], "img_url": "http://x/c.png"}))
+    with pytest.raises(BenchmarkError, match="'img_url' is unknown; take it out"):
+        load_benchmark("mine", str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("key", ["system", "system_prompt", "reasoning", "tools", "tool_calls"])
+def test_metadata_that_holds_what_a_row_is_read_for_is_refused(key):
+    for row in (
+        {"messages": CHAT, "metadata": {key: "Rhyme."}},
+        {"messages": [CHAT[0], CHAT[1] | {"meta": {key: ["x"]}}]},
+    ):
+        with pytest.raises(ConversationError, match=f"'{key}' in '(metadata|meta)' .*changes the text"):
+            parse_record(row)
+    assert parse_record({"messages": CHAT, "metadata": {key: None, "name": "web", "reasoning": True}}).messages == CHAT
+
+
+def test_a_text_under_any_key_may_repeat_a_turn():
+    numina = {"problem": "Add 1 and 2.", "solution": "Their sum\nis 3."}
+    assert parse_record({"messages": CHAT} | numina).messages == CHAT
+    assert parse_record({"messages": [CHAT[0] | {"raw": "Add 1 and 2."}, CHAT[1]]}).messages == CHAT
+    with pytest.raises(ConversationError, match="'solution' is unknown"):
+        parse_record({"messages": CHAT, "solution": "3"})
+
+
+def test_answers_beside_a_prompt_are_counted_and_not_read_where_the_target_answers(tmp_path, caplog):
+    rows = [{"prompt": "a", "answer": "3"}, {"prompt": "b", "answer": "4", "ground_truth": "4"}]
+    rows.append({"prompt": CHAT[:1], "completion": CHAT[1:]})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(read_conversations(str(tmp_path / "a.jsonl"), generate=True).dataset) == 3
+    counted = [message.partition(": ")[2].partition(";")[0] for message in caplog.messages]
+    assert counted == ["rows with 'answer': 2", "rows with 'ground_truth': 1", "rows with 'completion': 1"]
+    with pytest.raises(ConversationError, match="line 1: the key 'answer' holds text that no turn has"):
+        read_conversations(str(tmp_path / "a.jsonl"))

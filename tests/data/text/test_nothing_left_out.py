@@ -1,0 +1,190 @@
+"""What a conversation holds is rendered and, where it is trained on, trained on whole; else its row is refused."""
+
+import json
+
+import pytest
+
+from draft_heads.data.datastore import build_datastore
+from draft_heads.data.text.chat_template import template_variables
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError
+from tests.tiny_chat import byte_tokenizer, template, trained_runs
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Salut"}
+RESULT = {"role": "tool", "content": "20"}
+MARKS = "<|start|> <|message|> <|end|> <|call|> <|return|>"
+
+
+def calls(*cities):
+    return [{"type": "function", "function": {"name": "w", "arguments": {"c": city}}} for city in cities]
+
+
+def called(text, *cities, **further):
+    return {"role": "assistant", "content": text, "tool_calls": calls(*cities), **further}
+
+
+def renderer(chat_template, *ends):
+    tokenizer = byte_tokenizer(chat_template)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens[3:], *MARKS.split()]})
+    return ChatRenderer(tokenizer, tokenizer.convert_tokens_to_ids(list(ends)))
+
+
+def in_channels(first, block=("", "")):
+    """gpt-oss: words and calls are messages of their own, and the target goes on after the end of its words.
+
+    first: whether of several calls the first alone is rendered
+    """
+    begin, end = block
+    each = "(m.tool_calls or [])[:1]" if first else "m.tool_calls or []"
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        f"{begin}"
+        "{% if m.content %}{{ '<|start|>assistant<|message|>' + m.content }}"
+        "{{ '<|return|>' if loop.last and not m.tool_calls else '<|end|>' }}{% endif %}"
+        f"{{% for call in {each} %}}"
+        "{% set c = call.function %}{{ '<|start|>assistant to=' + c.name + '<|message|>' + c.arguments | tojson }}"
+        "{% endfor %}{{ '<|call|>' if m.tool_calls }}"
+        f"{end}"
+        "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    )
+
+
+# ---- calls are trained on with the words before them ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [("", ""), ("{% generation %}", "{% endgeneration %}")], ids=["unmarked", "block"])
+@pytest.mark.parametrize("after", [[], [RESULT, ANSWER]], ids=["last", "before a result"])
+@pytest.mark.parametrize("words", ["I look.", ""])
+def test_calls_in_messages_of_their_own_are_trained_on(words, after, block):
+    form = renderer(in_channels(False, block), "<|return|>", "<|call|>")
+    ids, mask = form.conversation([USER, called(words, "Paris"), *after])
+    said = "I look.<|end|><|start|>assistant" if words else ""  # what stands before each answer is the template's
+    assert trained_runs(form.tokenizer, ids, mask) == [
+        said + ' to=w<|message|>{"c": "Paris"}<|call|>',
+        *(["Salut<|return|>"] if after else []),
+    ]
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "block"])
+@pytest.mark.parametrize("words", ["I look.", ""])
+def test_calls_after_the_end_at_which_the_target_stops_are_refused(words, marked):
+    call = "{{ '<|assistant|>call ' + m.tool_calls[0].function | tojson + eos_token }}"
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    form = renderer(
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+        f"{begin}{{{{ m.content + eos_token }}}}{end}{{% if m.tool_calls %}}{begin}{call}{end}{{% endif %}}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    with pytest.raises(ConversationError, match=r"writes '</s>', where the target stops, in the midst of turn 1"):
+        form.conversation([USER, called(words, "Paris"), RESULT, ANSWER])
+    ids, mask = form.conversation([USER, called(words, "Paris", trained=False), RESULT, ANSWER])
+    assert trained_runs(form.tokenizer, ids, mask) == ["Salut</s>"]
+
+
+# ---- what the template does not read ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("further", [{}, {"trained": False}])
+def test_a_second_call_that_the_template_leaves_out_is_refused(further):
+    chat = [USER, called("", "Paris", "Rome", **further), RESULT, ANSWER]
+    first, all_of_them = (renderer(in_channels(first), "<|return|>", "<|call|>") for first in (True, False))
+    assert '"Rome"' in all_of_them.tokenizer.decode(all_of_them.conversation(chat)[0])
+    for render in (first.conversation, lambda chat: first.prompt(chat[:3])):
+        with pytest.raises(ConversationError, match=r"does not read 'tool_calls\[1\]\.name', .*take it out"):
+            render(chat)
+
+
+def test_names_without_arguments_are_not_enough_of_a_call():
+    form = template("chatml").replace("| trim +", "| trim + (m.tool_calls[0].function.name if m.tool_calls else '') +")
+    with pytest.raises(ConversationError, match=r"does not read 'tool_calls\[0\]\.arguments'"):
+        ChatRenderer(byte_tokenizer(form)).conversation([USER, called("", "Paris")])
+
+
+@pytest.mark.parametrize(
+    ("document", "unread"),
+    [
+        ({"title": "A", "text": "x"}, None),
+        ({"title": "A", "content": "THE PASSAGE"}, "documents[1].content"),
+        ({"title": "A", "text": "x", "author": {"name": "Bo"}}, "documents[1].author.name"),
+        ({"title": "A", "text": "x", "author": " ", "page": 3}, None),
+    ],
+)
+def test_every_text_of_a_document_is_read(document, unread):
+    form = "{% for d in documents or [] %}{{ d.title | upper ~ ': ' ~ d.text }}{% endfor %}" + template("chatml")
+    render, extra = ChatRenderer(byte_tokenizer(form)), {"documents": [{"title": "B", "text": "y"}, document]}
+    if unread is None:
+        assert "A: x<|im_start|>" in render.tokenizer.decode(render.conversation([USER, ANSWER], extra)[0])
+    else:
+        with pytest.raises(ConversationError) as error:
+            render.conversation([USER, ANSWER], extra)
+        assert f"does not read {unread!r}, which" in str(error.value)
+
+
+def test_every_tool_is_read():
+    form = "{{ tools[0] | tojson if tools else '' }}" + template("chatml")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+    render = ChatRenderer(byte_tokenizer(form))
+    assert render.conversation([USER, ANSWER], {"tools": tools[:1]})[0]
+    with pytest.raises(ConversationError, match=r"does not read 'tools\[1\]\.name'"):
+        render.conversation([USER, ANSWER], {"tools": tools})
+
+
+def test_a_setting_is_read_if_it_is_a_variable_of_the_template():
+    form = template("chatml").replace("| trim +", "| trim + (m.thinking or '') +")
+    render = ChatRenderer(byte_tokenizer(form + "{% set name = 'Bo' %}{{ name }}"))
+    for extra in ({"thinking": True}, {"name": "Bob"}, {"m": True}):
+        with pytest.raises(ConversationError, match=f"does not read '{next(iter(extra))}'"):
+            render.conversation([USER, ANSWER], extra)
+    default = "{% if thinking is not defined %}{% set thinking = false %}{% endif %}{{ '!' if thinking }}"
+    assert ChatRenderer(byte_tokenizer(form + default)).conversation([USER, ANSWER], {"thinking": False})[0]
+    assert template_variables(
+        "{% generation %}{% for a in b %}{{ a.c ~ loop.index }}{% endfor %}{% endgeneration %}"
+    ) == {"b"}
+
+
+CALLS_ALONE = template("chatml").replace(
+    "m['content'] | trim", "(m.tool_calls | map(attribute='function') | list | tojson if m.tool_calls else m.content)"
+)
+
+
+def test_words_beside_calls_that_the_template_leaves_out_are_refused():
+    render = ChatRenderer(byte_tokenizer(CALLS_ALONE))
+    chat = [USER, called("I look.", "Paris", trained=False), RESULT, ANSWER]
+    for ask in (render.conversation, lambda chat: render.prompt(chat[:3])):
+        with pytest.raises(
+            ConversationError, match=r"leaves out the assistant's text .*'I look.'.* pass a chat_template"
+        ):
+            ask(chat)
+        assert ask([USER, called("", "Paris", trained=False), RESULT, ANSWER])
+
+
+def test_words_beside_calls_may_be_thoughts_that_later_turns_put_out_of_sight():
+    form = "{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if loop.last or not m.tool_calls %}{{ m.content }}"
+    form += "{% endif %}{{ m.tool_calls | tojson if m.tool_calls else '' }}{{ '<|im_end|>' }}{% endfor %}"
+    render = ChatRenderer(
+        byte_tokenizer(form + "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}")
+    )
+    chat = [USER, called("I look.", "Paris", trained=False), RESULT, ANSWER]
+    assert "I look." not in render.tokenizer.decode(render.prompt(chat[:3]))
+    assert trained_runs(render.tokenizer, *render.conversation(chat)) == ["Salut<|im_end|>"]
+
+
+def test_a_datastore_has_no_row_of_which_the_template_leaves_something_out(tmp_path):
+    no_system = "{% for m in messages if m.role != 'system' %}" + template("chatml").partition("%}")[2]
+    rows = [[{"role": "system", "content": "In French."}, USER, ANSWER], [USER, ANSWER]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    with pytest.raises(ConversationError, match=r"line 1: .*leaves out the system's text"):
+        build_datastore(str(tmp_path / "rows.jsonl"), byte_tokenizer(no_system), tmp_path / "store")
+    whole = build_datastore(str(tmp_path / "rows.jsonl"), byte_tokenizer(template("chatml")), tmp_path / "store")
+    assert whole["conversations"] == 2
+
+
+def test_a_prompt_does_not_end_with_the_end_of_an_answer():
+    llama = ChatRenderer(byte_tokenizer(template("llama2")))
+    with pytest.raises(
+        ConversationError, match=r"last message is the assistant's, .*'assistant'.*; end with a user's or"
+    ):
+        llama.prompt([USER, ANSWER])
+    assert llama.prompt([USER, ANSWER, USER])
+    chatml = ChatRenderer(byte_tokenizer(template("chatml")))
+    assert chatml.tokenizer.decode(chatml.prompt([USER, ANSWER])).endswith("<|im_end|>\n<|im_start|>assistant\n")
