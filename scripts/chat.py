@@ -35,6 +35,7 @@ from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
+from draft_heads.inference.sampling import check_seed, seed_of
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
     MAX_NODES_HELP,
@@ -61,8 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of sampling; each answer adds one (default 0)")
     options = parse_with_config(parser, arguments, ("target",))
     check_positive(options, "max_nodes", "max_new_tokens")
-    if not 0 <= options.seed < 2**62:  # each answer adds one
-        raise ValueError(f"--seed must be at least 0 and below 2^62; got {options.seed}; write for example 0")
+    check_seed("--seed", options.seed)
     settings(options, 0)
     options.specs = distinct_specs(options.drafters)  # what cannot be read is told before the target is loaded
     return options
@@ -70,9 +70,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def settings(options: argparse.Namespace, turn: int) -> GenerationSettings:
     """How answer number `turn` is decoded."""
-    return GenerationSettings(
-        options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed + turn
-    )
+    seed = seed_of(options.seed, turn)
+    return GenerationSettings(options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=seed)
 
 
 class Chat:

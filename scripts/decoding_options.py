@@ -28,6 +28,7 @@ from draft_heads.inference.evaluation.answer_files import QuestionKey
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.sampling import check_seed
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
@@ -124,8 +125,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
     options = parse_with_config(parser, arguments, ("target", "drafters", "benchmarks", "output"))
     check_positive(options, "max_new_tokens", "max_nodes", "limit", "batch_size")
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed must be at least 0 and below 2^63; got {options.seed}")
+    check_seed("--seed", options.seed)
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
     return options
 
