@@ -9,8 +9,8 @@ Between messages:
     /reset            begin again
     /help, /quit      (or Ctrl-D); Ctrl-C ends an answer
 
-Without a terminal, messages are read from standard input line by line and accepted runs are written in [brackets];
-the exit status is 1 if one of them got no answer.
+A message that begins with a slash is written with a blank before it. Without a terminal, lines are read from standard
+input and accepted runs are written in [brackets]; the exit status is 1 if one of the lines could not be done.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from draft_heads.scripts.decoding_options import (
 )
 
 ACCEPTED = ("bold cyan", "bold green")  # of neighbouring runs
+COMMANDS = {"/drafter": True, "/system": True, "/reset": False, "/help": False, "/quit": False, "/exit": False}
+"""Command → whether words may follow it."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -111,16 +113,21 @@ class Chat:
         return ", ".join(f"({name})" if name == self.drafter else name for name in self.specs)
 
     def command(self, line: str) -> str | None:
-        """Execute a line that begins with a slash; returns what to print, or None to end."""
+        """Execute a line that begins with a slash; returns what to print, or None to end. ValueError for no command."""
         name, _, rest = line.partition(" ")
+        if name not in COMMANDS or (rest and not COMMANDS[name]):
+            raise ValueError(
+                f"a line that begins with / must be a command, as /help lists them; got {line!r}; write a blank before "
+                "a message that begins so"
+            )
         if name in ("/quit", "/exit"):
             return None
         if name == "/drafter":
             return self.switch(rest.strip())
-        if name in ("/reset", "/system"):
-            self.reset(rest.strip() if name == "/system" else self.system)
-            return "a new conversation"
-        return (__doc__ or "").split("\n\n")[3] if name == "/help" else f"there is no {name}; /help lists the commands"
+        if name == "/help":
+            return (__doc__ or "").split("\n\n")[3]
+        self.reset(rest.strip() if name == "/system" else self.system)
+        return "a new conversation"
 
     def answer(self, message: str) -> Generator[tuple[list[tuple[str, bool]], Generation], None, None]:
         """Of every target step: its text in parts (text, whether it was drafted), and the answer so far.
