@@ -89,11 +89,12 @@ class BatchEngine:
     ) -> Iterator[Ended]:
         """Answers, and the states of their texts if they are to be kept, in the order in which the answers end.
 
-        limits         most new tokens of each answer
+        limits         most new tokens of each answer; the target's context may end one earlier, ContextError if at once
         target_layers  whose outputs are kept, too; ValueError for others than those that the drafter reads
         """
         self.check_kept_layers(target_layers)
         if prompts:
+            limits = [room(self.target, len(prompt), limit) for prompt, limit in zip(prompts, limits)]
             longest = max(map(sum, zip(map(len, prompts), limits)))
             run = BatchRun(self.target, self.drafter, settings, longest, keep_states, target_layers)
             for ended in run.answers(prompts, limits, shrinks=True):

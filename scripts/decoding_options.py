@@ -11,7 +11,7 @@ from typing import Any
 
 from draft_heads.configs.command_line import OptionParser, parse_with_config
 
-from draft_heads.configs.options import DTYPES, add_threads, dtype_name, use_threads
+from draft_heads.configs.options import DTYPES, add_threads, check_whole, dtype_name, use_threads
 from draft_heads.data.common.files import write_text
 from draft_heads.data.common.processes import own_device
 from draft_heads.data.generation_config import processor_settings, unapplied_settings
@@ -56,8 +56,8 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
     """ValueError for a number, or a list with one, below 1; None is allowed."""
     for name in names:
         given = getattr(options, name)
-        if given is not None and (smallest := min(given) if isinstance(given, list) else given) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {smallest}")
+        if given is not None:
+            check_whole(f"--{name}", min(given) if isinstance(given, list) else given, least=1)
 
 
 def check_new_folder(output: Path) -> None:
