@@ -39,7 +39,10 @@ def padding_of(mask: list[int]) -> int:
     """How many tokens of padding a row of the attention mask begins with; ValueError for padding elsewhere."""
     padding = mask.count(0)
     if 0 in mask[padding:]:
-        raise ValueError("prompts must be padded on the left; got an attention mask with zeros after ones")
+        raise ValueError(
+            "prompts must be padded on the left; got an attention mask with zeros after ones; set the tokenizer's "
+            "padding_side to left"
+        )
     return padding
 
 

@@ -193,6 +193,7 @@ def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
 
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
     """How many of `max_new_tokens` fit after the prompt; raises ContextError if none does."""
+    check_whole("max_new_tokens", max_new_tokens, least=1)
     left = target.max_positions - prompt_tokens
     if prompt_tokens < 1:
         raise ContextError("a prompt must have at least one token; got none; render the chat template first")
