@@ -38,12 +38,12 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def check_options(options: Any, called: str = "--{}", remedy: str = "") -> None:
+def check_options(options: Any, called: str = "--{}", remedy: str = "leave it out") -> None:
     """ValueError for the first option of a dataclass that is no number its type admits, no choice, or breaks its rule.
 
     called: how an error writes the name of an option; remedy: what it ends with
     """
-    hints, end = get_type_hints(type(options)), f"; {remedy}" if remedy else ""
+    hints, end = get_type_hints(type(options)), f"; {remedy}"
     for f in fields(options):
         if "help" not in f.metadata:
             continue
@@ -71,7 +71,7 @@ def check_whole(name: str, value: Any, least: int | None = None, remedy: str = "
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be a whole number; got {value!r}; {remedy or 'write for example 12'}")
     if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}; got {value}{'; ' if remedy else ''}{remedy}")
+        raise ValueError(f"{name} must be at least {least}; got {value}; {remedy or f'write for example {least}'}")
 
 
 def check_number(name: str, value: Any) -> None:
@@ -115,7 +115,7 @@ def add_threads(parser: Any) -> None:
 def use_threads(threads: int) -> None:
     """Let torch compute with so many CPU threads; 0 leaves its choice; ValueError for fewer, or too many."""
     if not 0 <= threads <= MOST_THREADS:
-        raise ValueError(f"--threads must be 0 (torch's choice) to {MOST_THREADS}; got {threads}")
+        raise ValueError(f"--threads must be 0 (torch's choice) to {MOST_THREADS}; got {threads}; leave it out")
     if threads:
         torch.set_num_threads(threads)
 

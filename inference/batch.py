@@ -57,7 +57,7 @@ class BatchEngine:
         self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None
     ) -> list[Generation | None]:
         """As `generate`; None for a prompt that does not fit the target's context."""
-        ids = [prompt_ids(self.target, prompt) for prompt in prompts]
+        ids = self._ids(prompts)
         fits = [1 <= len(prompt) < self.target.max_positions for prompt in ids]
         answers = iter(self.generate([prompt for prompt, fit in zip(ids, fits) if fit], settings))
         return [next(answers) if fit else None for fit in fits]
@@ -66,7 +66,7 @@ class BatchEngine:
     def generate(self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None) -> list[Generation]:
         """The answers in the prompts' order, the run's seconds shared by tokens; ContextError if one is too long."""
         settings = settings or GenerationSettings()
-        ids = [prompt_ids(self.target, prompt) for prompt in prompts]
+        ids = self._ids(prompts)
         limits = [room(self.target, len(prompt), settings.max_new_tokens) for prompt in ids]
         if not prompts:
             return []
@@ -77,6 +77,11 @@ class BatchEngine:
         for answer in answers:
             answer.seconds = run.clock.seconds(len(answer.tokens) / tokens)
         return answers
+
+    def _ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts is a list of prompts; got {prompts!r}; write [{prompts!r}]")
+        return [prompt_ids(self.target, prompt) for prompt in prompts]
 
     @torch.inference_mode()
     def as_completed(
@@ -89,11 +94,12 @@ class BatchEngine:
     ) -> Iterator[Ended]:
         """Answers, and the states of their texts if they are to be kept, in the order in which the answers end.
 
-        limits         most new tokens of each answer
+        limits         most new tokens of each answer; the target's context may end one earlier, ContextError if at once
         target_layers  whose outputs are kept, too; ValueError for others than those that the drafter reads
         """
         self.check_kept_layers(target_layers)
         if prompts:
+            limits = [room(self.target, len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
             longest = max(map(sum, zip(map(len, prompts), limits)))
             run = BatchRun(self.target, self.drafter, settings, longest, keep_states, target_layers)
             for ended in run.answers(prompts, limits, shrinks=True):

@@ -39,7 +39,10 @@ def padding_of(mask: list[int]) -> int:
     """How many tokens of padding a row of the attention mask begins with; ValueError for padding elsewhere."""
     padding = mask.count(0)
     if 0 in mask[padding:]:
-        raise ValueError("prompts must be padded on the left; got an attention mask with zeros after ones")
+        raise ValueError(
+            "prompts must be padded on the left; got an attention mask with zeros after ones; set the tokenizer's "
+            "padding_side to left"
+        )
     return padding
 
 
@@ -114,7 +117,6 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
         raise ValueError(
             f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; {WITHOUT}"
         )
-    _check_positions(input_ids, given)
     cache = model_kwargs.get(CACHE)
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(f"drafting starts with an empty cache; got {CACHE} that is not empty; leave it out")
@@ -123,6 +125,7 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
             raise ValueError(f"drafting has its own cache and fills no other; got {name}; leave it out")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("drafting needs token ids; got inputs_embeds; pass input_ids")
+    _check_positions(input_ids, given)  # after what transformers derives positions and a mask from
     if generate.get("streamer") is not None and len(input_ids) > 1:
         raise ValueError(f"a streamer shows one sequence; got {len(input_ids)}; generate them one by one")
     if generate.get("synced_gpus") or any(sharded.is_split(p) for p in model.get_input_embeddings().parameters()):

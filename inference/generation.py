@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList
 from draft_heads.configs.options import check_number, check_whole
 from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.text.row_keys import prompt_messages
-from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.sampling import Sampling, check_seed
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import TypicalAcceptance
 
@@ -36,7 +36,7 @@ class GenerationSettings:
                     a smaller length than theirs takes back what `stream` has given
     temperature     above 0: lossless sampling; 0: greedy
     top_k, top_p    sample among the most probable tokens only: so many (0: all), or of this total probability (1: all)
-    seed            of sampling
+    seed            of sampling, from 0 to 2^63 − 1
     processors      transformers' logits processors, which must depend on the text alone; None: the checkpoint's own
     typical         lossy acceptance of drafts that are typical of the target; None: exact verification
     """
@@ -66,7 +66,7 @@ class GenerationSettings:
         check_number("temperature", self.temperature)
         check_whole("top_k", self.top_k)
         check_number("top_p", self.top_p)
-        check_whole("seed", self.seed)
+        check_seed("seed", self.seed)
         if self.typical is not None and not isinstance(self.typical, TypicalAcceptance):
             raise ValueError(f"typical is a TypicalAcceptance or None; got {self.typical!r}; leave it out")
         if self.processors is not None and not isinstance(self.processors, LogitsProcessorList):
@@ -193,6 +193,7 @@ def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
 
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
     """How many of `max_new_tokens` fit after the prompt; raises ContextError if none does."""
+    check_whole("max_new_tokens", max_new_tokens, least=1)
     left = target.max_positions - prompt_tokens
     if prompt_tokens < 1:
         raise ContextError("a prompt must have at least one token; got none; render the chat template first")

@@ -16,6 +16,8 @@ from torch import Tensor
 from draft_heads.configs.options import check_number, check_whole
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as signed 64-bit integers, which wrap around
+SEEDS = 2**63
+"""Seeds are 0 to SEEDS − 1; no two of them have the same noise."""
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
@@ -29,7 +31,7 @@ def _splitmix64(x: Tensor) -> Tensor:
 def uniform(seed: int, positions: Tensor, count: int) -> Tensor:
     """[P, count] float64 in (0, 1), a function of seed, position and column only: the same on every device."""
     columns = torch.arange(1, count + 1, device=positions.device)
-    row = _splitmix64(_splitmix64(positions * _GOLDEN + (seed % 2**62)) + _GOLDEN)
+    row = _splitmix64(_splitmix64(positions * _GOLDEN + seed) + _GOLDEN)
     mixed = _splitmix64(row[:, None] + columns * _GOLDEN)
     return (((mixed >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53
 
@@ -39,6 +41,18 @@ def gumbel(seed: int, positions: Tensor, count: int) -> Tensor:
     return -(-uniform(seed, positions, count).log()).log()
 
 
+def check_seed(name: str, seed: int) -> None:
+    """ValueError unless a seed is one of `SEEDS`."""
+    check_whole(name, seed)
+    if not 0 <= seed < SEEDS:
+        raise ValueError(f"{name} must be at least 0 and below 2^63; got {seed}; write for example 0")
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of answer number `index` of several: one more for each, and 0 after the last seed."""
+    return (seed + index) % SEEDS
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are sampled: temperature, top-k and top-p as in transformers' `generate`, in that order.
@@ -46,7 +60,7 @@ class Sampling:
     temperature  above 0
     top_k        only the k most probable tokens; 0: all
     top_p        only the most probable tokens that together reach this probability; 1: all
-    seed         of the noise
+    seed         of the noise, from 0 to 2^63 − 1
     """
 
     temperature: float = 1.0
@@ -58,15 +72,15 @@ class Sampling:
         check_number("temperature", self.temperature)
         check_whole("top_k", self.top_k)
         check_number("top_p", self.top_p)
-        check_whole("seed", self.seed)
+        check_seed("seed", self.seed)
         if not 1e-99 < self.temperature < float("inf"):  # logits over less would be infinite
             raise ValueError(
                 f"temperature must be above 1e-99 to sample; got {self.temperature:g}; leave it out for greedy decoding"
             )
         if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all tokens) or more; got {self.top_k}")
+            raise ValueError(f"top_k must be 0 (all tokens) or more; got {self.top_k}; leave it out")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1 (all tokens); got {self.top_p:g}")
+            raise ValueError(f"top_p must be above 0 and at most 1 (all tokens); got {self.top_p:g}; leave it out")
 
     def warped(self, logits: Tensor) -> Tensor:
         """[..., V] float64 logits of the distribution to sample from; −inf for excluded tokens."""

@@ -85,7 +85,8 @@ class TypicalAcceptance:
         check_number("delta", self.delta)
         if not 0 < self.epsilon < 1 or not 0 < self.delta <= 1:
             raise ValueError(
-                f"typical acceptance needs 0 < epsilon < 1 and 0 < delta <= 1; got {self.epsilon:g} and {self.delta:g}"
+                f"typical acceptance needs 0 < epsilon < 1 and 0 < delta <= 1; got {self.epsilon:g} and "
+                f"{self.delta:g}; leave them out"
             )
 
     def __call__(

@@ -9,8 +9,8 @@ Between messages:
     /reset            begin again
     /help, /quit      (or Ctrl-D); Ctrl-C ends an answer
 
-Without a terminal, messages are read from standard input line by line and accepted runs are written in [brackets];
-the exit status is 1 if one of them got no answer.
+A message that begins with a slash is written with a blank before it. Without a terminal, lines are read from standard
+input and accepted runs are written in [brackets]; the exit status is 1 if one of the lines could not be done.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
+from draft_heads.inference.sampling import check_seed, seed_of
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
     MAX_NODES_HELP,
@@ -45,6 +46,8 @@ from draft_heads.scripts.decoding_options import (
 )
 
 ACCEPTED = ("bold cyan", "bold green")  # of neighbouring runs
+COMMANDS = {"/drafter": True, "/system": True, "/reset": False, "/help": False, "/quit": False, "/exit": False}
+"""Command → whether words may follow it."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,8 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of sampling; each answer adds one (default 0)")
     options = parse_with_config(parser, arguments, ("target",))
     check_positive(options, "max_nodes", "max_new_tokens")
-    if not 0 <= options.seed < 2**62:  # each answer adds one
-        raise ValueError(f"--seed must be at least 0 and below 2^62; got {options.seed}; write for example 0")
+    check_seed("--seed", options.seed)
     settings(options, 0)
     options.specs = distinct_specs(options.drafters)  # what cannot be read is told before the target is loaded
     return options
@@ -70,9 +72,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def settings(options: argparse.Namespace, turn: int) -> GenerationSettings:
     """How answer number `turn` is decoded."""
-    return GenerationSettings(
-        options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed + turn
-    )
+    seed = seed_of(options.seed, turn)
+    return GenerationSettings(options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=seed)
 
 
 class Chat:
@@ -112,16 +113,21 @@ class Chat:
         return ", ".join(f"({name})" if name == self.drafter else name for name in self.specs)
 
     def command(self, line: str) -> str | None:
-        """Execute a line that begins with a slash; returns what to print, or None to end."""
+        """Execute a line that begins with a slash; returns what to print, or None to end. ValueError for no command."""
         name, _, rest = line.partition(" ")
+        if name not in COMMANDS or (rest and not COMMANDS[name]):
+            raise ValueError(
+                f"a line that begins with / must be a command, as /help lists them; got {line!r}; write a blank before "
+                "a message that begins so"
+            )
         if name in ("/quit", "/exit"):
             return None
         if name == "/drafter":
             return self.switch(rest.strip())
-        if name in ("/reset", "/system"):
-            self.reset(rest.strip() if name == "/system" else self.system)
-            return "a new conversation"
-        return (__doc__ or "").split("\n\n")[3] if name == "/help" else f"there is no {name}; /help lists the commands"
+        if name == "/help":
+            return (__doc__ or "").split("\n\n")[3]
+        self.reset(rest.strip() if name == "/system" else self.system)
+        return "a new conversation"
 
     def answer(self, message: str) -> Generator[tuple[list[tuple[str, bool]], Generation], None, None]:
         """Of every target step: its text in parts (text, whether it was drafted), and the answer so far.

@@ -11,7 +11,7 @@ from typing import Any
 
 from draft_heads.configs.command_line import OptionParser, parse_with_config
 
-from draft_heads.configs.options import DTYPES, add_threads, dtype_name, use_threads
+from draft_heads.configs.options import DTYPES, add_threads, check_whole, dtype_name, use_threads
 from draft_heads.data.common.files import write_text
 from draft_heads.data.common.processes import own_device
 from draft_heads.data.generation_config import processor_settings, unapplied_settings
@@ -28,6 +28,7 @@ from draft_heads.inference.evaluation.answer_files import QuestionKey
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.sampling import check_seed
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
@@ -55,8 +56,8 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
     """ValueError for a number, or a list with one, below 1; None is allowed."""
     for name in names:
         given = getattr(options, name)
-        if given is not None and (smallest := min(given) if isinstance(given, list) else given) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {smallest}")
+        if given is not None:
+            check_whole(f"--{name}", min(given) if isinstance(given, list) else given, least=1)
 
 
 def check_new_folder(output: Path) -> None:
@@ -124,8 +125,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
     options = parse_with_config(parser, arguments, ("target", "drafters", "benchmarks", "output"))
     check_positive(options, "max_new_tokens", "max_nodes", "limit", "batch_size")
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed must be at least 0 and below 2^63; got {options.seed}")
+    check_seed("--seed", options.seed)
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
     return options
 

@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if args.minutes is not None and args.steps is not None:
         raise ValueError("--minutes and --steps both say how long a head trains; give one of them")
     if args.minutes is not None and args.minutes <= 0:
-        raise ValueError(f"--minutes must be above 0; got {args.minutes:g}")
+        raise ValueError(f"--minutes must be above 0; got {args.minutes:g}; write for example 20")
     if bool(args.studies) == args.all:
         raise ValueError(f"give studies or --all; studies are files, or names: {', '.join(known_studies())}")
     if args.output.is_file():

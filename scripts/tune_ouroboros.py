@@ -19,6 +19,7 @@ from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
+from draft_heads.configs.options import check_whole
 from draft_heads.data.common.progress import track
 from draft_heads.data.text.benchmarks import Question, load_benchmark
 from draft_heads.inference.drafters.base import VanillaDrafter
@@ -84,8 +85,7 @@ def fitting_prompts(questions: Sequence[Question], target: Target) -> list[list[
 
 def run(args: argparse.Namespace) -> None:
     check_positive(args, "prompts", "new_tokens", *FLAGS.values())
-    if min(args.phrases) < 2:
-        raise ValueError(f"--phrases must be at least 2; got {min(args.phrases)}")
+    check_whole("--phrases", min(args.phrases), least=2)
     check_new_file(args.output)
     files = parse_benchmarks(args.benchmarks)
     questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]

@@ -296,6 +296,8 @@ def _command() -> list[str]:
     launcher, processes = [Path(sys.executable).name], os.environ.get("LOCAL_WORLD_SIZE", "1")
     if arguments != sys.argv[1:]:
         launcher = ["deepspeed", "--num_gpus", os.environ.get("LOCAL_SIZE", processes)]
+    elif "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION" in os.environ:  # which only accelerate's launcher sets
+        launcher = ["accelerate", "launch", "--num_processes", processes]
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = ["torchrun", "--nproc_per_node", processes]
     return [*launcher, script, *arguments]

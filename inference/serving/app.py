@@ -21,7 +21,13 @@ from draft_heads.inference.generation import ContextError
 from draft_heads.inference.serving.errors import APIError, add_error_handlers
 from draft_heads.inference.serving.forms import ChatForm, CompletionForm, Form, event
 from draft_heads.inference.serving.prometheus import ServerMetrics
-from draft_heads.inference.serving.requests import ChatRequest, CompletionRequest, DecodingRequest, ServerLimits
+from draft_heads.inference.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DecodingRequest,
+    ServerLimits,
+    unusable,
+)
 from draft_heads.inference.serving.worker import Job, Piece, Worker
 
 CLIENT_LEFT = 499  # nginx's status for a client that disconnected; nobody receives it
@@ -144,14 +150,14 @@ def create_app(
             prompts = await asyncio.to_thread(body.prompts, target)
             settings = [body.settings(target, prompt, limits) for prompt in prompts]
         except ContextError as error:
-            raise APIError(400, str(error), "context_length_exceeded") from error
+            raise APIError(400, str(error), "context_length_exceeded", body.source) from error
         except (ValueError, ConversationError) as error:
-            raise APIError(400, str(error)) from error
+            raise unusable(body.source, str(error)) from error
         work = [(prompt, one) for prompt, n in zip(prompts, settings) for one in n]
         answers = Answers(work, body, worker)
         tokens = sum(map(len, prompts))
         worker.submit(answers.jobs)
-        usage = body.stream_options is not None and body.stream_options.include_usage
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         written = form(name, tokens, bool(body.return_token_ids), bool(body.stream) and usage)
         return EventStream(answers, written) if body.stream else await answers.whole(request, written)
 

@@ -10,10 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-logger = logging.getLogger(__name__)
+from draft_heads.inference.serving.fields import BROKEN_RULE, shown
 
-UNION_TYPES = ("str", "list[str]", "list[int]", "list[list[int]]", "list[dict[str,any]]")
-"""What pydantic adds to the place of an error in a parameter of several types."""
+logger = logging.getLogger(__name__)
 
 
 class APIError(Exception):
@@ -45,17 +44,21 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        unknown_key = first["type"] == "extra_forbidden"  # which may be named as a type is
-        parts = map(str, first["loc"][1:])
-        where = ".".join(part for part in parts if unknown_key or part not in UNION_TYPES)
-        message = first["msg"].removeprefix("Value error, ")
-        if not where and first["type"] != "value_error":
-            message = "the body must be a JSON object, sent with `Content-Type: application/json`"
-        if not where and first["type"] == "string_unicode":
-            message = "the body's keys must be valid Unicode; leave out the one that is not"
-        if first["type"] == "json_invalid":
+        kind, where = first["type"], ".".join(map(str, first["loc"][1:]))
+        message = f"{where}: {first['msg'].removeprefix('Value error, ')}"
+        if kind == BROKEN_RULE:
+            message = f"{where} {first['msg']}"
+        elif kind == "extra_forbidden":
+            message = f"{where} is not supported; got {shown(first['input'])}; leave it out"
+        elif kind == "missing" and where:
+            message = f"{where} must be given; got none; add it"
+        elif kind == "json_invalid":
             where, message = "", f"the body must be JSON; {first.get('ctx', {}).get('error', 'it is not')}"
-        return APIError(400, f"{where}: {message}" if where else message, "invalid_request", where or None).response()
+        elif not where and kind == "string_unicode":
+            message = "the body's keys must be valid Unicode; leave out the one that is not"
+        elif not where:
+            message = "the body must be a JSON object, sent with `Content-Type: application/json`"
+        return APIError(400, message, "invalid_request", where or None).response()
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:

@@ -37,6 +37,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Parameter → the values that change nothing. null never does: clients send it for what they leave out."""
 
+LEFT_OUT: dict[str, tuple[Any, ...]] = {"seed": (-1,), "top_k": (0, -1)}
+"""Parameter → the values with which other servers' clients leave it out, as with null."""
+
 CHECKPOINTS: dict[str, tuple[str, float, tuple[str, ...]]] = {
     **{name: ("repetition_penalty", 1, ("encoder_repetition_penalty",)) for name in _PENALTIES},
     **{name: ("min_new_tokens", 0, ("min_length",)) for name in ("min_tokens", "min_new_tokens")},

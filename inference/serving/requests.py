@@ -11,20 +11,19 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from draft_heads.data.generation_config import processor_settings
 from draft_heads.data.labels.labeller import checked_ids
-from draft_heads.data.text.rendering import ConversationError, check_unicode
+from draft_heads.data.text.rendering import check_unicode
 from draft_heads.data.text.row_keys import prompt_messages, without_none
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
+from draft_heads.inference.sampling import SEEDS, seed_of
 from draft_heads.inference.serving.errors import APIError
-from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, NEUTRAL, WHOLE_TEXT, is_neutral
+from draft_heads.inference.serving.fields import Limit, Number, Switch, Text, Whole, must_be, shown
+from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, LEFT_OUT, NEUTRAL, WHOLE_TEXT, is_neutral
 from draft_heads.inference.target.target import Target
 
 
 def unusable(parameter: str, message: str) -> APIError:
     """The error for a value of a parameter that cannot be used."""
     return APIError(400, message, "invalid_value", parameter)
-
-
-Tokens = Annotated[int, Field(ge=1)]
 
 
 class StreamOptions(BaseModel):
@@ -35,22 +34,18 @@ class StreamOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_is_off(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if asked := given.get("include_obfuscation"):
-            raise ValueError(f"include_obfuscation is not supported; got {asked!r}; leave it out")
-        return {name: on for name, on in given.items() if on}
+        return {name: on for name, on in given.items() if on} if isinstance(given, dict) else given
 
-    include_usage: bool = False
+    include_usage: Switch = False
 
 
 class DecodingRequest(BaseModel):
     """What both endpoints read.
 
     temperature  0 is greedy; the server's default when left out
-    top_p        and top_k are read only when the temperature is above 0; top_k 0 or -1: all tokens
+    top_p        and top_k are read only when the temperature is above 0
     seed         the same seed gives the same answers; left out, each request has its own
-    n            answers to each prompt; answer i takes seed + i
+    n            answers to each prompt; answer i takes seed + i, as `seed_of` does
 
     `stop_token_ids`, `return_token_ids` and `skip_special_tokens` are vLLM's: tokens that end an answer beside the
     target's own, choices with their `token_ids`, and texts without special tokens. Those of `neutral.CHECKPOINTS` and
@@ -62,26 +57,35 @@ class DecodingRequest(BaseModel):
     """Whether an answer goes on with the text of its prompt."""
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """What `neutral.NEUTRAL` has for all endpoints, for this one."""
+    source: ClassVar[str]
+    """The parameter with what is to be answered."""
 
-    model: str
-    max_tokens: Tokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    n: Annotated[int, Field(ge=1, le=16)] | None = None
-    stop_token_ids: list[int] | None = None
-    return_token_ids: bool | None = False
-    skip_special_tokens: bool | None = False
-    repetition_penalty: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
-    penalize_nl: bool | None = None
-    min_tokens: float | None = None
-    min_new_tokens: float | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    model: Annotated[str, must_be("a text", "write the name that /v1/models lists")]
+    max_tokens: Limit = None
+    temperature: Annotated[Annotated[float, Field(ge=0, le=2)] | None, must_be("a number from 0 to 2")] = None
+    top_p: Annotated[Annotated[float, Field(gt=0, le=1)] | None, must_be("a number above 0 and at most 1")] = None
+    top_k: Annotated[
+        Annotated[Whole, Field(ge=1)] | None, must_be("a whole number of at least 1, or 0 or -1 for all tokens")
+    ] = None
+    seed: Annotated[
+        Annotated[Whole, Field(ge=0, lt=SEEDS)] | None,
+        must_be("a whole number of at least 0 and below 2^63, or -1 for none"),
+    ] = None
+    stop: Annotated[
+        Text | Annotated[list[Text], Field(max_length=16)] | None, must_be("a text or up to 16, none of them empty")
+    ] = None
+    n: Annotated[Annotated[Whole, Field(ge=1, le=16)] | None, must_be("a whole number from 1 to 16")] = None
+    stop_token_ids: Annotated[list[Whole] | None, must_be("a list of token ids")] = None
+    return_token_ids: Switch = False
+    skip_special_tokens: Switch = False
+    repetition_penalty: Number = None
+    repeat_penalty: Number = None
+    repeat_last_n: Annotated[Whole | None, must_be("a whole number")] = None
+    penalize_nl: Switch = None
+    min_tokens: Number = None
+    min_new_tokens: Number = None
+    stream: Switch = False
+    stream_options: Annotated[StreamOptions | None, must_be('an object as {"include_usage": true}')] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -91,18 +95,16 @@ class DecodingRequest(BaseModel):
         neutral = NEUTRAL | cls.neutral
         for name in neutral.keys() & given.keys():
             if not is_neutral(given[name], neutral[name]):
-                raise ValueError(f"{name} is not supported; got {given[name]!r}; leave it out")
+                raise unusable(name, f"{name} is not supported; got {shown(given[name])}; leave it out")
         read = {name: value for name, value in given.items() if name not in neutral and name not in IGNORED}
+        read = {name: None if is_neutral(value, LEFT_OUT.get(name, ())) else value for name, value in read.items()}
         # clients send null for what they do not use, known here or not
         return {name: value for name, value in read.items() if value is not None or name in cls.model_fields}
 
     @field_validator("stop")
     @classmethod
-    def _stops_have_text(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > 16 or not all(stops):
-            raise ValueError(f"stop takes up to 16 texts, none of them empty; got {stop!r}")
-        for text in stops:
+    def _stops_are_unicode(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        for text in [stop] if isinstance(stop, str) else stop or []:
             check_unicode(text)
         return stop
 
@@ -116,22 +118,23 @@ class DecodingRequest(BaseModel):
         room(target, len(prompt), 1)
         name, tokens = self.limit(server)
         if tokens > server.max_new_tokens:
-            raise unusable(name, f"{name} must be at most {server.max_new_tokens}, the server's limit; got {tokens}")
+            most = f"at most {server.max_new_tokens}, the server's limit"
+            raise unusable(name, f"{name} must be {most}; got {tokens}; ask for fewer")
         if unknown := [token for token in self.stop_token_ids or () if not 0 <= token < target.vocab_size]:
-            message = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}"
+            message = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}; leave it out"
             raise unusable("stop_token_ids", message)
         self._check_checkpoints_own(target)
         temperature = server.temperature if self.temperature is None else self.temperature
         ends = tuple({*target.end_token_ids, *(self.stop_token_ids or ())})
         if not temperature:
             return [GenerationSettings(tokens, ends)] * (self.n or 1)
-        seed = secrets.randbits(62) if self.seed is None else self.seed
-        top_k, top_p = max(self.top_k or 0, 0), self.top_p or 1.0
+        seed = secrets.randbelow(SEEDS) if self.seed is None else self.seed
+        top_k, top_p = self.top_k or 0, self.top_p or 1.0
         try:
             first = GenerationSettings(tokens, ends, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         except ValueError as error:
-            raise unusable("temperature", str(error).removeprefix("--")) from None
-        return [replace(first, seed=seed + index) for index in range(self.n or 1)]
+            raise unusable("temperature", str(error)) from None
+        return [replace(first, seed=seed_of(seed, index)) for index in range(self.n or 1)]
 
     def _check_checkpoints_own(self, target: Target) -> None:
         own = processor_settings(getattr(target.model, "generation_config", None))
@@ -161,8 +164,13 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] = ""
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"],
+        must_be("'system', 'developer', 'user', 'assistant' or 'tool'", "write one of them"),
+    ]
+    content: Annotated[
+        str | list[dict[str, Any]], must_be('a text, or a list of parts as {"type": "text", "text": "…"}', "write one")
+    ] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -182,6 +190,7 @@ class Message(BaseModel):
 class ChatRequest(DecodingRequest):
     """`POST /v1/chat/completions`."""
 
+    source: ClassVar[str] = "messages"
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "add_generation_prompt": (True,),
         "add_special_tokens": (False,),  # the chat template writes them
@@ -189,8 +198,12 @@ class ChatRequest(DecodingRequest):
         "chat_template_kwargs": ({},),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Tokens | None = None
+    messages: Annotated[
+        list[Message],
+        Field(min_length=1),
+        must_be("a list of at least one message", 'write [{"role": "user", "content": "…"}]'),
+    ]
+    max_completion_tokens: Limit = None
 
     def limit(self, server: ServerLimits) -> tuple[str, int]:
         if self.max_completion_tokens:
@@ -207,10 +220,14 @@ class ChatRequest(DecodingRequest):
 class CompletionRequest(DecodingRequest):
     """`POST /v1/completions`: up to 16 texts, or texts already split into token ids."""
 
+    source: ClassVar[str] = "prompt"
     continues: ClassVar[bool] = True
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"add_special_tokens": (True,)}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[
+        str | list[str] | list[Whole] | list[list[Whole]],
+        must_be("a text, a list of texts, a list of token ids, or a list of such lists", "write one of them"),
+    ]
 
     def limit(self, server: ServerLimits) -> tuple[str, int]:
         return "max_tokens", self.max_tokens or min(16, server.max_new_tokens)  # the API's default
@@ -220,19 +237,15 @@ class CompletionRequest(DecodingRequest):
         if not given or isinstance(given[0], int):
             given = [given]
         if len(given) > 16:
-            raise unusable("prompt", f"prompt takes up to 16 texts; got {len(given)}; send several requests")
+            raise ValueError(f"prompt takes up to 16 texts; got {len(given)}; send several requests")
         prompts = []
         for one in given:
             if isinstance(one, str):
                 check_unicode(one)
             prompt = target.tokenizer(one)["input_ids"] if isinstance(one, str) else one
             if not prompt:
-                raise unusable("prompt", f"prompt must have at least one token; got {one!r}; write a text")
-            try:
-                checked_ids(target, prompt, "prompt")
-            except ConversationError as error:
-                raise unusable("prompt", str(error)) from None
-            prompts.append(prompt)
+                raise ValueError(f"prompt must have at least one token; got {one!r}; write a text")
+            prompts.append(checked_ids(target, prompt, "prompt"))
         return prompts
 
 

@@ -86,7 +86,7 @@ def test_the_script_writes_a_folder_once(tmp_path, source, capsys):
     [
         ({"--dataset": "nowhere.json"}, "nowhere.json does not exist"),
         ({"--tokenizer": "nowhere"}, "--tokenizer nowhere is no tokenizer's folder"),
-        ({"--limit": "0"}, "--limit must be at least 1, got 0"),
+        ({"--limit": "0"}, "--limit must be at least 1; got 0; write for example 1"),
     ],
 )
 def test_the_script_says_what_is_wrong(tmp_path, source, capsys, change, told):

@@ -167,6 +167,9 @@ def test_an_answer_of_one_token_leaves_nothing_behind(target):
 def test_what_cannot_be_batched_is_refused(target, prompts):
     engine = BatchEngine(target, VanillaDrafter(target.device, 2))
     assert engine.generate([]) == []
+    for generate in (engine.generate, engine.generate_or_none):
+        with pytest.raises(ValueError, match=r"prompts is a list of prompts; got 'Hi'; write \['Hi'\]"):
+            generate("Hi")
     assert engine.generate_or_none([[1] * target.max_positions]) == [None]
     with pytest.raises(ContextError, match="positions"):
         engine.generate([prompts[0], [1] * target.max_positions])

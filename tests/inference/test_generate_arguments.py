@@ -142,6 +142,16 @@ def test_what_would_be_ignored_is_refused(model, settings, told):
     refused(model, told, **settings)
 
 
+@pytest.mark.parametrize("beside", [{}, {"input_ids": torch.tensor([PROMPT])}])
+def test_what_the_caller_gave_is_refused_by_its_name(model, beside):
+    """Not the positions that transformers derives from it."""
+    embedded = model.get_input_embeddings()(torch.tensor([PROMPT]))
+    with pytest.raises(ValueError, match="needs token ids; got inputs_embeds; pass input_ids"):
+        model.generate(
+            **beside, inputs_embeds=embedded, max_new_tokens=4, custom_generate=generate_fn(VanillaDrafter())
+        )
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -106,6 +106,26 @@ def test_noise_belongs_to_seed_position_and_token_alone():
     assert abs(float(spread.mean()) - 0.5) < 1e-3 and abs(float(spread.var()) - 1 / 12) < 1e-3
 
 
+def test_no_two_seeds_have_the_same_noise():
+    """The noise by Python's whole numbers: every bit of a seed counts."""
+
+    def mixed(x):
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    golden, positions = 0x9E3779B97F4A7C15, range(3)
+    for seed in (0, 5, 2**62, 2**62 + 5, 2**63 - 1):
+        rows = [mixed((mixed((position * golden + seed) % 2**64) + golden) % 2**64) for position in positions]
+        expected = [[((mixed((row + k * golden) % 2**64) >> 11) + 0.5) / 2**53 for k in (1, 2)] for row in rows]
+        assert uniform(seed, torch.tensor(positions), 2).tolist() == expected
+    for wrong in (-1, 2**63):
+        with pytest.raises(
+            ValueError, match=rf"seed must be at least 0 and below 2\^63; got {wrong}; write for example"
+        ):
+            GenerationSettings(seed=wrong)
+
+
 @pytest.mark.parametrize("temperature,top_k,top_p", [(0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.9, 20, 0.6)])
 def test_logits_are_warped_as_transformers_warps_them(temperature, top_k, top_p):
     logits = torch.randn(6, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -44,7 +44,7 @@ right = st.fixed_dictionaries(
         "n": st.integers(1, 3),
         "stop": text | st.lists(text, max_size=3),
         "temperature": st.just(0) | st.floats(0.01, 2),
-        "seed": st.integers(),
+        "seed": st.integers(0, 2**63 - 1),
         "top_k": st.integers(-1, 2000),
         "top_p": st.floats(0, 1),
         "stop_token_ids": st.lists(st.integers(0, 1023), max_size=3),

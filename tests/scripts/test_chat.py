@@ -83,7 +83,8 @@ def test_commands(monkeypatch, capsys):
     first, second, third, *_ = printed.out.splitlines()
     assert first == "(ngram), vanilla" and second == third == "ngram, vanilla, (mine)"
     assert "got 'nonsense'" in printed.err
-    assert "/drafter [NAME]" in printed.out and "there is no /what; /help lists the commands" in printed.out
+    assert "/drafter [NAME]" in printed.out
+    assert "must be a command, as /help lists them; got '/what'; write a blank before" in printed.err
 
 
 def test_a_name_in_use_is_no_other_drafters(target):
@@ -106,12 +107,20 @@ def test_the_path_of_a_new_drafter_may_begin_with_the_home_folder(target, tmp_pa
     assert chat_with.switch("ctc=~/head") == "ngram, vanilla, (ctc)"
 
 
-@pytest.mark.parametrize(("lines", "good"), [([FIRST], True), (["bad </s>", FIRST], False), (["/what"], True)])
+@pytest.mark.parametrize(("lines", "good"), [([FIRST], True), (["bad </s>", FIRST], False), (["/what"], False)])
 def test_a_message_without_an_answer_fails_the_program(target, monkeypatch, capsys, lines, good):
     monkeypatch.setattr(sys, "argv", ["chat.py", "--target", "tests/tiny_target", "--max_new_tokens", "24"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     assert chat.run() is good
     assert answers(capsys.readouterr().out) == (alone(target, FIRST) if FIRST in lines else [])
+
+
+@pytest.mark.parametrize("line", ["/etc/hosts explain please", "/quit smoking, how?", "/reset a router, how?", "/"])
+def test_a_message_that_begins_as_a_command_is_not_lost(target, monkeypatch, capsys, line):
+    """Nothing of the conversation changes, and with a blank before it the same line is a message."""
+    printed = told(monkeypatch, capsys, [FIRST, line, f" {line}"])
+    assert answers(printed.out) == alone(target, FIRST, f" {line}")
+    assert f"must be a command, as /help lists them; got {line!r}; write a blank" in printed.err
 
 
 def test_a_byte_order_mark_is_no_text(target, monkeypatch, capsys):

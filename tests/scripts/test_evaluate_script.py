@@ -216,7 +216,7 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--top_p", "0.9"], "top_k and top_p need temperature above 0"),
         (["--temperature", "1", "--top_p", "1.5"], "top_p must be above 0 and at most 1"),
         (["--temperature", "1", "--acceptance", "typical"], "got temperature 1; leave it out"),
-        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--limit", "0"], "--limit must be at least 1; got 0; write for example 1"),
         (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, or a known name alone: alpaca, cnn_dm, gsm8k"),
         (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),
         (["--drafters", "transformers=vanilla"], "got 'transformers=vanilla'; rename the drafter"),

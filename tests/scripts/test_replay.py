@@ -124,7 +124,7 @@ def test_gsm8k_problems_are_numbered_from_0(command, tmp_path):
         ({"drafters": ["ctc=ctc:some/head"]}, "text-only drafters; 'ctc' is of kind ctc, which needs a target"),
         ({"drafters": ["ngram", "ngram"]}, "'ngram' is given twice"),
         ({"drafters": None}, "--drafters is required"),
-        ({"limit": ["0"]}, "--limit must be at least 1, got 0"),
+        ({"limit": ["0"]}, "--limit must be at least 1; got 0; write for example 1"),
         ({"tokenizer": ["nowhere"]}, "--tokenizer nowhere is no tokenizer's folder"),
         ({"answers": ["nowhere.jsonl"]}, "nowhere.jsonl: cannot be read"),
         ({"questions": ["nowhere.jsonl"]}, "nowhere.jsonl"),

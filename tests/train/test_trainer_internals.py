@@ -5,6 +5,7 @@ where what it is given means something else; the message names our method.
 """
 
 import inspect
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import accelerate
 import pytest
 import torch
 import transformers
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import Trainer
 
 from draft_heads.train import batches, checkpoints, log, stopping, training_arguments
@@ -152,15 +155,23 @@ def test_accelerates_loader_tells_the_sampler_which_epoch_begins(by_tokens):
     assert order.epoch == 3, changed("train/batches.py", "set_epoch of accelerate's loader", "does not reach a sampler")
 
 
+LAUNCH = "--num_processes 4 --num_machines 1 --mixed_precision no --dynamo_backend no ctc.py"
+
+
 @pytest.mark.parametrize(
     "environment, added, launcher",
     [
         ({}, (), Path(sys.executable).name),
         ({"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}, (), "torchrun --nproc_per_node 4"),
+        ("accelerate", (), "accelerate launch --num_processes 4"),
         ({"LOCAL_SIZE": "2"}, ("--local_rank=1",), "deepspeed --num_gpus 2"),
     ],
 )
 def test_a_run_remembers_the_command_with_its_launcher(monkeypatch, environment, added, launcher):
+    if environment == "accelerate":  # as its launcher starts torch's
+        flags = launch_command_parser().parse_args(LAUNCH.split())
+        added_by_it = prepare_multi_gpu_env(flags).items() - os.environ.items()
+        environment = {**dict(added_by_it), "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

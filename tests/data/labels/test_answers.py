@@ -62,6 +62,22 @@ def test_each_answer_has_its_own_limit():
     assert [len(answer.tokens) for answer in answers] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_the_context_ends_an_answer_as_it_ends_generates():
+    target = target_of(random_llama(max_position_embeddings=40), [299])
+    room = [40 - len(prompt) for prompt in PROMPTS]
+    whole, cut = (answer_prompts(target, PROMPTS, limits, batch_size=4) for limits in (room, [100] * 7))
+    assert [answer.tokens for answer in cut] == [answer.tokens for answer in whole]
+    assert [len(answer.tokens) for answer in cut] == room
+    with pytest.raises(ValueError, match="must fit the target's 40 positions; the prompt has 40 tokens; shorten it"):
+        answer_prompts(target, [*PROMPTS, [5] * 40], [1] * 8, batch_size=4)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5])
+def test_the_limit_of_every_answer_is_checked(wrong):
+    with pytest.raises(ValueError, match=f"max_new_tokens must be .* got {wrong}; write for example"):
+        answer_prompts(target_of(random_llama(), [299]), PROMPTS[:2], [5, wrong], batch_size=2)
+
+
 def test_looping_answer_is_cut_at_the_start_of_its_loop():
     model = random_llama(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
     target = target_of(model, [299])
