@@ -223,6 +223,12 @@ NO_EFFECT: tuple[Entry, ...] = (
     ),
     *(_one_offset(option) for option in ("heads", "passes")),
     (
+        ("decay", "accept_weight"),
+        "ctc_weight",
+        lambda v: getattr(v, "ctc_weight", 1) == 0,
+        "labels are weighed in the CTC loss alone; leave it out, or raise --ctc_weight",
+    ),
+    (
         ("order",),
         "encoder",
         lambda v: getattr(v, "encoder", "kgram") != "kgram",
@@ -240,32 +246,25 @@ def refused(name: str, value: Any = None) -> str | None:
     return f"--{name} {reason}{got}; leave it out"
 
 
-def check_effects(values: Any, given: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """ValueError for the first flag that was asked for and that another option makes ineffective.
-
-    values: all options of a run; given: those of the command line; written: those in the user's own --config. What the
-    command line sets may take the effect of a line of the file away.
-    """
-    for name, other, why, asked in _ineffective(values, given, written):
-        if asked:
+def check_effects(values: Any, asked: Mapping[str, Any]) -> None:
+    """ValueError for the first of the options `asked` that another one makes ineffective; values: all of a run."""
+    for name, other, why in _ineffective(values, asked):
+        if name in asked:
             raise ValueError(
-                f"--{name} {_plain({**written, **given}[name])} has no effect with --{other} "
-                f"{_plain(getattr(values, other))}: {why}"
+                f"--{name} {_plain(asked[name])} has no effect with --{other} {_plain(getattr(values, other))}: {why}"
             )
 
 
-def without_effect(values: Any, given: Mapping[str, Any], written: Mapping[str, Any]) -> set[str]:
-    """The options without effect that nobody asked for: a recipe has them, or a file beside the command line."""
-    return {name for name, _, _, asked in _ineffective(values, given, written) if not asked}
+def without_effect(values: Any, written: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """(an option without effect, the one that takes it away) of settled values; written: those that were not settled,
+    in a file or on the command line."""
+    return {(name, other) for name, other, _ in _ineffective(values, written)}
 
 
-def _ineffective(
-    values: Any, given: Mapping[str, Any], written: Mapping[str, Any]
-) -> Iterator[tuple[str, str, str, bool]]:
-    """(option without effect, the option that takes it away, why and what to do, whether it was asked for)."""
-    asked = {**written, **given}
+def _ineffective(values: Any, written: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(option without effect, the option that takes it away, why and what to do)."""
     for names, other, takes_effect_away, why in NO_EFFECT:
         for name in names:
-            as_asked = {name: asked[name]} if name in asked else {}  # the trainer may have set another value since
-            if takes_effect_away(SimpleNamespace(**{**vars(values), **as_asked})):
-                yield name, other, why, name in given or (name in written and other in written and other not in given)
+            as_written = {name: written[name]} if name in written else {}  # it may have been settled otherwise since
+            if takes_effect_away(SimpleNamespace(**{**vars(values), **as_written})):
+                yield name, other, why

@@ -194,6 +194,38 @@ def test_the_recipe_that_a_run_writes_is_one_that_it_may_be_given(tmp_path, kind
     assert yaml.safe_load(same.recipe) == yaml.safe_load(training.recipe)
 
 
+BEST = "metric_for_best_model: accuracy_2"
+
+
+@pytest.mark.parametrize(
+    "file, flags, metric",
+    [
+        (f"{BEST}\npatience: 2\neval_strategy: steps", "", "accuracy_2"),
+        (f"{BEST}\neval_strategy: steps", "--patience 2", "accuracy_2"),
+        (f"{BEST}\neval_strategy: steps\nload_best_model_at_end: true", "", "accuracy_2"),
+        (f"{BEST}\npatience: 2\neval_strategy: steps", "--patience 0", None),  # which takes its effect away
+        (f"{BEST}\npatience: 2\neval_strategy: steps", "--patience 0 --save_strategy best", "accuracy_2"),
+    ],
+)
+def test_a_line_of_a_file_is_dropped_only_where_a_flag_takes_its_effect_away(tmp_path, file, flags, metric):
+    (tmp_path / "r.yaml").write_text(f"{file}\nmax_steps: 6\n")
+    training = parse_options(CTCConfig, [*GIVEN, "--config", str(tmp_path / "r.yaml"), *flags.split()])[2]
+    assert training.metric_for_best_model == yaml.safe_load(training.recipe).get("metric_for_best_model") == metric
+
+
+@pytest.mark.parametrize(
+    "line, cause",
+    [
+        ("eval_steps: 2", "--eval_steps 2.0 has no effect with --eval_strategy no"),
+        ("metric_for_best_model: loss", "--metric_for_best_model loss has no effect with --load_best_model_at_end"),
+        ("dataloader_prefetch_factor: 2", "--dataloader_prefetch_factor can only be set when"),  # transformers' own
+    ],
+)
+def test_a_line_of_a_file_is_refused_as_the_flag_would_be(capsys, tmp_path, line, cause):
+    (tmp_path / "r.yaml").write_text(f"{line}\nmax_steps: 6\n")
+    assert cause in refusal(capsys, "--config", str(tmp_path / "r.yaml"))
+
+
 @pytest.mark.parametrize("kind, one", [("medusa", "heads"), ("eagle3", "passes"), ("chimera", "heads")])
 @pytest.mark.parametrize("weight", ["decay", "accept_weight"])
 def test_a_single_offset_has_no_other_to_be_weighed_against(capsys, kind, one, weight):
