@@ -11,28 +11,43 @@ from typing import Any
 
 from draft_heads.train.length import saves_what_it_evaluates
 
-_READ_BY = {
-    "the run's folder": "output_dir",
+_DECIDE = {
     "the run's end": "num_train_epochs max_steps",
-    "batches of rows": "per_device_train_batch_size dataloader_drop_last",
-    "the data loader": "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-    "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
+    "batches of rows": "per_device_train_batch_size dataloader_drop_last dataloader_in_order",
     "random numbers": "full_determinism seed data_seed",
     "optimizer": "learning_rate optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm",
     "schedule": "lr_scheduler_type lr_scheduler_kwargs warmup_steps",
-    "the training loop": "gradient_accumulation_steps torch_empty_cache_steps",
+    "the training loop": "gradient_accumulation_steps",
     "precision": "bf16 fp16 tf32",
     "accelerate, when it wraps the head": "torch_compile torch_compile_backend torch_compile_mode",
-    "the log": "logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm",
-    "TensorBoard and its like": "report_to run_name",
-    "evaluation": "eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size",
-    "checkpoints": "save_strategy save_steps save_total_limit",
     "the checkpoint to export": "load_best_model_at_end metric_for_best_model",
     "the device": "use_cpu",
+}
+"""Flags that decide what is learned, and what reads them."""
+
+_EVALUATE = {"evaluation": "eval_strategy eval_steps eval_delay eval_on_start", "checkpoints": "save_strategy"}
+"""Flags that decide it where the run goes by its evaluations."""
+
+_FREE = {
+    "the run's folder": "output_dir",
+    "the data loader": "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+    "dataloader_prefetch_factor dataloader_multiprocessing_context",
+    "memory": "torch_empty_cache_steps per_device_eval_batch_size",
+    "the log": "logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm",
+    "TensorBoard and its like": "report_to run_name",
+    "checkpoints": "save_steps save_total_limit",
     "several processes": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
     "ddp_backend ddp_timeout deepspeed local_rank",
 }
-READ = frozenset(" ".join(_READ_BY.values()).split())
+"""Flags that say where things lie, and how they are done, sent or told: they may change when a run is resumed."""
+
+
+def _names(readers: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(" ".join(readers.values()).split())
+
+
+DECIDE, EVALUATE, FREE = map(_names, (_DECIDE, _EVALUATE, _FREE))
+READ = DECIDE | EVALUATE | FREE
 """The flags. DeepSpeed's launcher passes --local_rank."""
 
 _CHECKPOINTING = (

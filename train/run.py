@@ -266,7 +266,8 @@ def provenance(
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
-        "options": run_settings(run, settings, trainer.args),
+        "options": run_settings(run, settings, trainer.args)
+        | {"simulate_rows": run.simulate_rows, "simulate_nodes": run.simulate_nodes},
         "data": [
             {
                 "name": _data_name(part.manifest["data"]["source"]),

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.chimera import ChimeraConfig
 from draft_heads.heads.ctc import CTCConfig
-from draft_heads.train.inherited import NO_EFFECT, READ, REFUSED
+from draft_heads.train.inherited import DECIDE, EVALUATE, FREE, NO_EFFECT, READ, REFUSED
 from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.training_arguments import parse_options, transformers_help
 from tests.train.runs import run
@@ -45,6 +45,10 @@ def test_every_field_of_transformers_is_read_refused_or_not_offered():
     tables = (READ, REFUSED, NOT_OFFERED)
     assert [name for name in names if not any(name in table for table in tables)] == []  # decide about a new one
     assert len({*READ, *REFUSED, *NOT_OFFERED}) == sum(map(len, tables))
+
+
+def test_a_flag_either_decides_what_is_learned_or_may_change_when_a_run_is_resumed():
+    assert len(READ) == len(DECIDE) + len(EVALUATE) + len(FREE)
 
 
 def test_help_lists_the_flags_that_are_read_and_no_other():
