@@ -187,7 +187,7 @@ def _check_ranges(options: Any) -> None:
 
 
 def _check_intervals(options: Any) -> None:
-    """Intervals that the end of the run, or --patience, does not admit."""
+    """Intervals that the end of the run, --patience or the schedule does not admit."""
     for name in ("save_steps", "eval_steps", "logging_steps"):
         if options.max_minutes and 0 < (getattr(options, name) or 0) < 1:
             raise ValueError(
@@ -198,6 +198,12 @@ def _check_intervals(options: Any) -> None:
         raise ValueError(
             f"--patience {options.patience} counts evaluations, got --eval_strategy no; pass --eval_strategy steps "
             "or drop --patience"
+        )
+    schedule = str(getattr(options.lr_scheduler_type, "value", options.lr_scheduler_type))
+    if schedule in BY_METRIC and options.eval_strategy == "no":
+        raise ValueError(
+            f"--lr_scheduler_type {schedule} follows evaluations, got --eval_strategy no; pass --eval_strategy steps "
+            "or another schedule"
         )
 
 

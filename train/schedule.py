@@ -73,7 +73,7 @@ def check_schedule(args: Any, steps: int = 0) -> None:
             kind, optimizer, num_warmup_steps=warm, num_training_steps=total, scheduler_specific_kwargs=options
         )
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"{given} make no schedule for --learning_rate {rate:g}: {error}") from error
+        raise ValueError(f"{given} make no schedule: {error}; --learning_rate is {rate:g}") from error
     if not steps or warm >= total or not isinstance(schedule, LambdaLR):
         return
     factor = schedule.lr_lambdas[0]

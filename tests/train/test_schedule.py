@@ -115,5 +115,14 @@ def test_a_schedule_whose_peak_is_not_the_learning_rate_is_refused(kind, rate, o
 
 
 def test_a_schedule_that_ends_above_the_learning_rate_is_refused_before_anything_is_loaded():
-    with pytest.raises(ValueError, match=r"polynomial and .* make no schedule for --learning_rate 0.001: lr_end"):
+    with pytest.raises(ValueError, match=r"polynomial and .* make no schedule: lr_end.*; --learning_rate is 0.001$"):
         check(0, 0, {"lr_end": 0.01}, learning_rate=0.001, lr_scheduler_type="polynomial")
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_follows_a_metric_needs_evaluations(capsys, kind):
+    given = "--target tests/tiny_target --dataset d --output_dir r --use_cpu --max_steps 9 --eval_strategy no"
+    with pytest.raises(SystemExit):
+        parse_options(CTCConfig, [*given.split(), "--lr_scheduler_type", kind])
+    told = capsys.readouterr().err
+    assert f"--lr_scheduler_type {kind} follows evaluations, got --eval_strategy no; pass --eval_strategy steps" in told
