@@ -119,6 +119,8 @@ def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
         converted = kind(expand_home(str(value)))
     except (ValueError, argparse.ArgumentTypeError):
         wanted = "true or false" if flag.const is True else f"of type {getattr(kind, '__name__', str(kind))}"
+        if flag.nargs in ("+", "*") and len(words := str(value).split()) > 1:
+            wanted = f"a list such as [{', '.join(words)}]"
         raise ValueError(f"--config {name}: {flag.dest} must be {wanted}, got {value!r}") from None
     if flag.choices is not None and converted not in flag.choices:
         valid = ", ".join(map(str, flag.choices))

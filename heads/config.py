@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -149,6 +150,15 @@ def spread_layers(layers: int) -> list[int]:
     """
     published = [2, layers // 2, layers - 3]
     return published if published == sorted(set(published)) else list(range(1, layers))[-3:]
+
+
+def check_target_layers(layers: Sequence[int], count: int, name: str) -> None:
+    """ValueError unless heads can read these layers of the target `name`, which has `count`: not the last one's."""
+    if layers and (sorted(set(layers)) != list(layers) or not 1 <= min(layers) <= max(layers) < count):
+        raise ValueError(
+            f"target_layers are ascending numbers from 1 to {count - 1}, the layers of {name} before its last; got "
+            f"{' '.join(map(str, layers))}; pick others or leave it out"
+        )
 
 
 def check_tree_temperature(temperature: float) -> None:

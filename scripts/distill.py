@@ -53,6 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def run(args: dict[str, Any]) -> None:
     options = DistillOptions(**{name: args[name] for name in option_names(DistillOptions)})
+    options.check_read()
     loaded = select_conversations(args["dataset"], options)
     use_threads(args["threads"])
     target = Target.from_pretrained(

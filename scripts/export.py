@@ -23,6 +23,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.data.common.pretrained import layer_sizes, load_config
 from draft_heads.data.fingerprint import SIZES
 from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.config import check_target_layers
 from draft_heads.heads.export.formats import FORMATS, check_exportable, differences, read_folder, write_folder
 from draft_heads.scripts.decoding_options import check_new_folder, script_parser
 
@@ -54,6 +55,7 @@ def run() -> bool:
             f"a head is exported for the target it was trained for; {name} has other sizes: {', '.join(different)}; "
             "give that target, or leave --target out if it is where it was"
         )
+    check_target_layers(head.config.target_layers, target.num_hidden_layers, name)
     write_folder(head, args.format, args.output, target, name)
     print(f"{args.output}: written for {FORMATS[args.format].engines}")
     if adapter := head.provenance.get("options", {}).get("target_adapter"):

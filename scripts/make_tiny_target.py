@@ -28,7 +28,7 @@ import torch
 import transformers
 from rich.console import Console
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from draft_heads.configs.options import add_flags, add_threads, use_threads
 from draft_heads.data.bpe import train_tokenizer
@@ -38,6 +38,7 @@ from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.labels.loops import loop_start
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.data.text.benchmarks import gsm8k_answer
+from draft_heads.data.text.chat_template import load_chat_tokenizer
 from draft_heads.data.text.conversations import (
     Conversation,
     DatasetOptions,
@@ -69,6 +70,11 @@ INTEGERS = {
     "seed": (0, "seed of the weights and the corpus"),
 }
 """Flag → default, help."""
+READ_WITH = (
+    *(("vocab_size", "tokenizer", False), ("conversations", "dataset", False)),
+    ("split dataset_config skip_bad_rows", "dataset", True),
+)
+"""(flags, another one, whether they are read with or without it)."""
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -92,6 +98,11 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("layers", "max_length", "max_minutes", "batch_tokens", "conversations", "questions"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name} must be positive; got {getattr(options, name)}")
+    for names, other, read_with in READ_WITH:
+        for name in names.split():
+            value, state = getattr(options, name), "without" if read_with else "with"
+            if value != parser.get_default(name) and bool(getattr(options, other)) != read_with:
+                parser.error(f"--{name} has no effect {state} --{other}; got {value}; leave it out")
     check_new_folder(options.output)
     return options
 
@@ -345,7 +356,7 @@ def make(argv: list[str] | None = None) -> dict:
         corpus, unseen = load_corpus(options)
         if options.tokenizer:
             check_folder_or_hub_id("--tokenizer", options.tokenizer)
-            tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+            tokenizer = load_chat_tokenizer(options.tokenizer)
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
         else:

@@ -11,28 +11,43 @@ from typing import Any
 
 from draft_heads.train.length import saves_what_it_evaluates
 
-_READ_BY = {
-    "the run's folder": "output_dir",
+_DECIDE = {
     "the run's end": "num_train_epochs max_steps",
-    "batches of rows": "per_device_train_batch_size dataloader_drop_last",
-    "the data loader": "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-    "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
+    "batches of rows": "per_device_train_batch_size dataloader_drop_last dataloader_in_order",
     "random numbers": "full_determinism seed data_seed",
     "optimizer": "learning_rate optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm",
     "schedule": "lr_scheduler_type lr_scheduler_kwargs warmup_steps",
-    "the training loop": "gradient_accumulation_steps torch_empty_cache_steps",
+    "the training loop": "gradient_accumulation_steps",
     "precision": "bf16 fp16 tf32",
     "accelerate, when it wraps the head": "torch_compile torch_compile_backend torch_compile_mode",
-    "the log": "logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm",
-    "TensorBoard and its like": "report_to run_name",
-    "evaluation": "eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size",
-    "checkpoints": "save_strategy save_steps save_total_limit",
     "the checkpoint to export": "load_best_model_at_end metric_for_best_model",
     "the device": "use_cpu",
+}
+"""Flags that decide what is learned, and what reads them."""
+
+_EVALUATE = {"evaluation": "eval_strategy eval_steps eval_delay eval_on_start", "checkpoints": "save_strategy"}
+"""Flags that decide it where the run goes by its evaluations."""
+
+_FREE = {
+    "the run's folder": "output_dir",
+    "the data loader": "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+    "dataloader_prefetch_factor dataloader_multiprocessing_context",
+    "memory": "torch_empty_cache_steps per_device_eval_batch_size",
+    "the log": "logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm",
+    "TensorBoard and its like": "report_to run_name",
+    "checkpoints": "save_steps save_total_limit",
     "several processes": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
     "ddp_backend ddp_timeout deepspeed local_rank",
 }
-READ = frozenset(" ".join(_READ_BY.values()).split())
+"""Flags that say where things lie, and how they are done, sent or told: they may change when a run is resumed."""
+
+
+def _names(readers: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(" ".join(readers.values()).split())
+
+
+DECIDE, EVALUATE, FREE = map(_names, (_DECIDE, _EVALUATE, _FREE))
+READ = DECIDE | EVALUATE | FREE
 """The flags. DeepSpeed's launcher passes --local_rank."""
 
 _CHECKPOINTING = (
@@ -223,6 +238,12 @@ NO_EFFECT: tuple[Entry, ...] = (
     ),
     *(_one_offset(option) for option in ("heads", "passes")),
     (
+        ("decay", "accept_weight"),
+        "ctc_weight",
+        lambda v: getattr(v, "ctc_weight", 1) == 0,
+        "labels are weighed in the CTC loss alone; leave it out, or raise --ctc_weight",
+    ),
+    (
         ("order",),
         "encoder",
         lambda v: getattr(v, "encoder", "kgram") != "kgram",
@@ -240,32 +261,25 @@ def refused(name: str, value: Any = None) -> str | None:
     return f"--{name} {reason}{got}; leave it out"
 
 
-def check_effects(values: Any, given: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """ValueError for the first flag that was asked for and that another option makes ineffective.
-
-    values: all options of a run; given: those of the command line; written: those in the user's own --config. What the
-    command line sets may take the effect of a line of the file away.
-    """
-    for name, other, why, asked in _ineffective(values, given, written):
-        if asked:
+def check_effects(values: Any, asked: Mapping[str, Any]) -> None:
+    """ValueError for the first of the options `asked` that another one makes ineffective; values: all of a run."""
+    for name, other, why in _ineffective(values, asked):
+        if name in asked:
             raise ValueError(
-                f"--{name} {_plain({**written, **given}[name])} has no effect with --{other} "
-                f"{_plain(getattr(values, other))}: {why}"
+                f"--{name} {_plain(asked[name])} has no effect with --{other} {_plain(getattr(values, other))}: {why}"
             )
 
 
-def without_effect(values: Any, given: Mapping[str, Any], written: Mapping[str, Any]) -> set[str]:
-    """The options without effect that nobody asked for: a recipe has them, or a file beside the command line."""
-    return {name for name, _, _, asked in _ineffective(values, given, written) if not asked}
+def without_effect(values: Any, written: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """(an option without effect, the one that takes it away) of settled values; written: those that were not settled,
+    in a file or on the command line."""
+    return {(name, other) for name, other, _ in _ineffective(values, written)}
 
 
-def _ineffective(
-    values: Any, given: Mapping[str, Any], written: Mapping[str, Any]
-) -> Iterator[tuple[str, str, str, bool]]:
-    """(option without effect, the option that takes it away, why and what to do, whether it was asked for)."""
-    asked = {**written, **given}
+def _ineffective(values: Any, written: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(option without effect, the option that takes it away, why and what to do)."""
     for names, other, takes_effect_away, why in NO_EFFECT:
         for name in names:
-            as_asked = {name: asked[name]} if name in asked else {}  # the trainer may have set another value since
-            if takes_effect_away(SimpleNamespace(**{**vars(values), **as_asked})):
-                yield name, other, why, name in given or (name in written and other in written and other not in given)
+            as_written = {name: written[name]} if name in written else {}  # it may have been settled otherwise since
+            if takes_effect_away(SimpleNamespace(**{**vars(values), **as_written})):
+                yield name, other, why

@@ -75,7 +75,8 @@ class TrainingOptions:
     def __post_init__(self: Any) -> None:
         check_training(self)
         on_cpu, given = not torch.accelerator.is_available(), self.deepspeed
-        self._settle()
+        settle(self)
+        self._set_constants()
         self.zero_config: dict[str, Any] | None = None
         if given is not None:
             self.deepspeed = self.zero_config = zero_config(given, self)[0]
@@ -92,15 +93,8 @@ class TrainingOptions:
         if self.n_gpu > 1:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
 
-    def _settle(self: Any) -> None:
-        """Set what follows from other options, and what is the same for every head."""
-        self.head_optimizer = settled_optimizer(self)
-        if self.patience:
-            self.load_best_model_at_end = True
-            self.metric_for_best_model = self.metric_for_best_model or "eval_loss"
-            self.save_strategy = self.eval_strategy
-        if saves_what_it_evaluates(self):
-            self.save_steps = self.eval_steps or self.logging_steps
+    def _set_constants(self: Any) -> None:
+        """Set what is the same for every head."""
         if self.max_minutes:
             self.num_train_epochs = ENDLESS_EPOCHS
         self.remove_unused_columns = False
@@ -108,6 +102,17 @@ class TrainingOptions:
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every parameter has a gradient in every step
         self.label_names = []  # type: ignore[var-annotated]
+
+
+def settle(options: Any) -> None:
+    """Set the options that follow from others."""
+    options.head_optimizer = settled_optimizer(options)
+    if options.patience:
+        options.load_best_model_at_end = True
+        options.metric_for_best_model = options.metric_for_best_model or "eval_loss"
+        options.save_strategy = options.eval_strategy
+    if saves_what_it_evaluates(options):
+        options.save_steps = options.eval_steps or options.logging_steps
 
 
 def needs_gloo(deepspeed: Any) -> bool:
@@ -182,7 +187,7 @@ def _check_ranges(options: Any) -> None:
 
 
 def _check_intervals(options: Any) -> None:
-    """Intervals that the end of the run, or --patience, does not admit."""
+    """Intervals that the end of the run, --patience or the schedule does not admit."""
     for name in ("save_steps", "eval_steps", "logging_steps"):
         if options.max_minutes and 0 < (getattr(options, name) or 0) < 1:
             raise ValueError(
@@ -193,6 +198,12 @@ def _check_intervals(options: Any) -> None:
         raise ValueError(
             f"--patience {options.patience} counts evaluations, got --eval_strategy no; pass --eval_strategy steps "
             "or drop --patience"
+        )
+    schedule = str(getattr(options.lr_scheduler_type, "value", options.lr_scheduler_type))
+    if schedule in BY_METRIC and options.eval_strategy == "no":
+        raise ValueError(
+            f"--lr_scheduler_type {schedule} follows evaluations, got --eval_strategy no; pass --eval_strategy steps "
+            "or another schedule"
         )
 
 

@@ -37,6 +37,7 @@ from draft_heads.train.optimizer import is_for_muon
 from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.recipe import with_fitted
 from draft_heads.train.run_folder import begin, check_folder, run_settings
+from draft_heads.train.schedule import check_schedule
 from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.training_data import load_data
@@ -79,9 +80,11 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             simulate_nodes=run.simulate_nodes,
         )
     length = run_length(trainer)
-    args.recipe = with_fitted(args.recipe, length.fit_intervals(args), f"fitted to {length}")
-    fitted = {name: getattr(args, name) for name in INTERVALS if name in every_setting}
-    resume, lock = begin(args, every_setting | fitted)
+    fitted = length.fit_intervals(args)
+    check_schedule(args, length.steps)
+    args.recipe = with_fitted(args.recipe, fitted, f"fitted to {length}")
+    intervals = {name: getattr(args, name) for name in INTERVALS if name in every_setting}
+    resume, lock = begin(args, every_setting | intervals)
 
     def outlook() -> str:
         trainer.close_progress()
@@ -263,7 +266,8 @@ def provenance(
         "git_commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
-        "options": run_settings(run, settings, trainer.args),
+        "options": run_settings(run, settings, trainer.args)
+        | {"simulate_rows": run.simulate_rows, "simulate_nodes": run.simulate_nodes},
         "data": [
             {
                 "name": _data_name(part.manifest["data"]["source"]),

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from accelerate.utils import broadcast_object_list
 
+from draft_heads.configs.options import option_names
 from draft_heads.data.common.files import LOCK, lock_folder, write_text
 from draft_heads.data.common.processes import TOKEN, Processes
 from draft_heads.heads.checkpoint import CONFIG
@@ -20,19 +21,16 @@ from draft_heads.train.checkpoints import (
     newest_complete_checkpoint,
     set_damaged_aside,
 )
-from draft_heads.train.inherited import BY_METRIC
-from draft_heads.train.options import RunOptions
+from draft_heads.train.inherited import BY_METRIC, EVALUATE, FREE, READ
+from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.zero_config import read_zero_config
 
 SETTINGS, RECIPE = "run.json", "recipe.yaml"
 _OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; a first file that a kill cut short
 _WRITTEN = _OWN | {SETTINGS, RECIPE, f".{RECIPE}.partial", "head", "loss.png"}  # and folders of checkpoints
-# May change when a run is resumed: where things lie and how often they happen, not what is learned. Datasets and
-# DeepSpeed's configuration are compared by their content.
-_FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
-_FREE |= {"save_total_limit", "output_dir", "dataset", "per_device_eval_batch_size", "eval_batch_size"}
-_FREE |= {"dataloader_num_workers", "disable_tqdm", "run_name", "deepspeed"}
+_FREE = FREE | {"overwrite", "threads", "dataset"}  # datasets and DeepSpeed's configuration count by their content
+_EVALUATE = EVALUATE | {"simulate_rows", "simulate_nodes"}
 
 
 def check_folder(
@@ -83,7 +81,8 @@ def _check_same_settings(folder: Path, settings: dict[str, Any], defaults: Mappi
     """ValueError if there is a checkpoint to resume that was trained with other settings."""
     if not (folder / SETTINGS).is_file() or not newest_complete_checkpoint(folder):
         return
-    before = {**defaults, **json.loads((folder / SETTINGS).read_text(encoding="utf-8"))}
+    usual = {name: value for name, value in defaults.items() if name not in _EVALUATE}  # kept of some runs only
+    before = {**usual, **json.loads((folder / SETTINGS).read_text(encoding="utf-8"))}
     keys = settings.keys() & before.keys()  # older runs wrote others too
     changed = sorted(key for key in keys if settings[key] != before[key])
     if "target" in changed and Path(settings["target"]).resolve() == Path(before["target"]).resolve():
@@ -143,11 +142,11 @@ def _processes(args: HeadTrainingArguments) -> Processes:
 
 
 def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:
-    """Everything that decides what is learned, as JSON values."""
-    plain = (int, float, str, bool, type(None))
-    training = {key: value for key, value in args.to_sanitized_dict().items() if isinstance(value, plain)}
+    """The flags that decide what is learned, as JSON values; of evaluations those of a run that goes by them."""
+    plain, flags = (int, float, str, bool, type(None)), {*READ, *option_names(TrainingOptions)}
+    training = {k: value for k, value in args.to_sanitized_dict().items() if k in flags and isinstance(value, plain)}
     settings = {**vars(run), **head, **training, "processes": args.world_size}
     settings["deepspeed_config"] = read_zero_config(args.deepspeed) if args.deepspeed else None
-    by_evaluations = settings.get("patience") or settings.get("lr_scheduler_type") in BY_METRIC
-    free = _FREE - {"eval_steps"} if by_evaluations else _FREE
+    by_evaluations = settings.get("load_best_model_at_end") or settings.get("lr_scheduler_type") in BY_METRIC
+    free = _FREE if by_evaluations or settings.get("patience") else _FREE | _EVALUATE
     return {key: value for key, value in settings.items() if key not in free}

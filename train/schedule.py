@@ -52,19 +52,35 @@ def wall_time_scheduler(name: Any, optimizer: Any, warmup: float, clock: WallClo
     return LambdaLR(optimizer, at)
 
 
-def check_schedule(args: Any) -> None:
-    """ValueError if --lr_scheduler_type, with its --lr_scheduler_kwargs, makes no schedule."""
+def check_schedule(args: Any, steps: int = 0) -> None:
+    """ValueError if --lr_scheduler_type, with its --lr_scheduler_kwargs, makes no schedule.
+
+    steps: of the run, once they are known; then also if the schedule's highest rate is not --learning_rate. A warm-up
+    as long as the run is left to `RunLength.warnings`.
+    """
     kind, options = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type), args.lr_scheduler_kwargs
     if options is not None and not isinstance(options, dict):
         raise ValueError(f"--lr_scheduler_kwargs must be a JSON object; got {options}")
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    rate = args.learning_rate
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
+    warm, total = args.get_warmup_steps(steps), steps or _RESOLUTION
+    given = f"--lr_scheduler_type {kind}{f' and --lr_scheduler_kwargs {options}' if options else ''}"
     try:
         if args.max_minutes:
             wall_time_scheduler(kind, optimizer, args.warmup_steps, WallClock(args.max_minutes), options)
-        else:
-            get_scheduler(
-                kind, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION, scheduler_specific_kwargs=options
-            )
-    except (TypeError, ValueError) as error:
-        given = f" and --lr_scheduler_kwargs {options}" if options else ""
-        raise ValueError(f"--lr_scheduler_type {kind}{given} make no schedule: {error}") from error
+            warm, total = 0, _RESOLUTION  # the shape that begins when the warm-up ends
+        schedule = get_scheduler(
+            kind, optimizer, num_warmup_steps=warm, num_training_steps=total, scheduler_specific_kwargs=options
+        )
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{given} make no schedule: {error}; --learning_rate is {rate:g}") from error
+    if not steps or warm >= total or not isinstance(schedule, LambdaLR):
+        return
+    factor = schedule.lr_lambdas[0]
+    peak = max(factor(step) for step in {warm, *range(0, total, max(1, total // _RESOLUTION))})
+    if not 0.5 < peak < 1.01:  # some begin to fall at the first step
+        raise ValueError(
+            f"--learning_rate must be the highest rate of a schedule; got {rate:g}, and {given} that reach "
+            f"{peak * rate:.3g} in {f'{steps:,} steps' if not args.max_minutes else 'its minutes'}; fit "
+            "--lr_scheduler_kwargs to the rate and to the length of the run"
+        )

@@ -15,9 +15,9 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from draft_heads.configs.options import add_flags, option_names
 from draft_heads.heads.config import HeadConfig
-from draft_heads.train.inherited import READ, check_effects, refused, settled_optimizer, without_effect
+from draft_heads.train.inherited import READ, check_effects, refused, without_effect
 from draft_heads.train.length import INTERVALS, settle_end
-from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo
+from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo, settle
 from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe, has_gpu, replaced_recipe
 from draft_heads.train.schedule import check_schedule
 from draft_heads.train.zero_config import check_build_locks, zero_config
@@ -85,7 +85,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         start_processes(offered)
         training = HeadTrainingArguments(**vars(offered))
         head = {name: getattr(rest, name) for name in option_names(head_config)}
-        check_together(run, head_config(**head), training, given, {} if recipe.bundled else defaults)
+        check_together(run, head_config(**head), training, given, given if recipe.bundled else defaults | given)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     training.recipe = recipe.text(defaults, given)
@@ -127,9 +127,10 @@ def defaults_beside(given: dict[str, Any], recipe: Recipe, parser: TrainerParser
     if "optim" in given and "head_optimizer" not in given:
         defaults.pop("head_optimizer", None)
     usual = {action.dest: action.default for action in reversed(parser._actions)}  # of two of a name the first counts
-    values = SimpleNamespace(**{**usual, **defaults, **given})
-    values.head_optimizer = settled_optimizer(values)
-    meant_for = settled_optimizer(SimpleNamespace(**{**usual, **recipe.settings}))
+    values, alone = (SimpleNamespace(**{**usual, **x}) for x in (defaults | given, recipe.settings))
+    settle(values)
+    settle(alone)
+    meant_for = alone.head_optimizer
     if values.head_optimizer != meant_for and "learning_rate" in defaults.keys() - given.keys():
         rate = defaults["learning_rate"]
         recipe.line += f"; its learning rate {rate:g} is for {meant_for}, the optimizer is {values.head_optimizer}: "
@@ -138,8 +139,10 @@ def defaults_beside(given: dict[str, Any], recipe: Recipe, parser: TrainerParser
             recipe.line += f"{values.learning_rate:g} is taken, by the head's base_learning_rate"
         else:
             recipe.line += "give another as --learning_rate"
-    idle = without_effect(values, given, {} if recipe.bundled else defaults)
-    return {name: value for name, value in defaults.items() if name not in idle}
+    idle = without_effect(values, defaults | given)
+    asked = set() if recipe.bundled else without_effect(alone, recipe.settings)  # a file's own mistake is refused later
+    dropped = {name for name, other in idle if other in given or (name, other) not in asked}
+    return {name: value for name, value in defaults.items() if name not in dropped}
 
 
 def left_out(recipe: Recipe, used: Mapping[str, Any], parser: TrainerParser) -> str:
@@ -161,10 +164,10 @@ def check_together(
     head: HeadConfig,
     training: HeadTrainingArguments,
     given: Mapping[str, Any],
-    written: Mapping[str, Any],
+    asked: Mapping[str, Any],
 ) -> None:
-    """ValueError for options that do not go together; given, written: as `check_effects` has them."""
-    check_effects(SimpleNamespace(**{**vars(head), **vars(run), **vars(training)}), given, written)
+    """ValueError for options that do not go together; given: the command line's; asked: those and a user's file's."""
+    check_effects(SimpleNamespace(**{**vars(head), **vars(run), **vars(training)}), asked)
     if training.world_size == 1 and (alone := [name for name in given if name.startswith("ddp_")]):
         raise ValueError(
             f"--{alone[0]} {given[alone[0]]} has no effect in one process; leave it out, or start several with torchrun"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from draft_heads.inference.target.library_names import builds_lock_by_a_file
+from draft_heads.train.zero_entries import check_entries
 
 _SAME = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -108,6 +109,7 @@ def zero_config(given: str | dict[str, Any], args: Any) -> tuple[dict[str, Any],
             f"{name}: offload_optimizer runs DeepSpeed's Adam whatever --optim says; got --optim {args.optim}; leave "
             "one of the two out"
         )
+    check_entries(config, name)
     return config, lines
 
 

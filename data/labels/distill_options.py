@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from draft_heads.configs.options import DTYPES, check_options, option
 from draft_heads.data.text.conversations import DatasetOptions
+
+_READ_WITH = {
+    "max_new_tokens": ("labels", "generate"),
+    "cut_loops": ("labels", "generate"),
+    "concurrency": ("engine", "openai"),
+    "model_name": ("engine", "openai"),
+}
+"""Options that one choice of another option alone reads."""
 
 
 @dataclass
@@ -60,3 +68,16 @@ class DistillOptions(DatasetOptions):
             )
         if self.engine == "openai" and self.labels != "generate":
             raise ValueError("--engine openai generates answers; pass --labels generate with it")
+
+    def check_read(self) -> None:
+        """ValueError for an option that was changed and that nothing reads beside the others."""
+        for f in fields(self):
+            if f.name not in _READ_WITH:
+                continue
+            mode, choice = _READ_WITH[f.name]
+            value, chosen = getattr(self, f.name), getattr(self, mode)
+            if value != f.default and chosen != choice:
+                raise ValueError(
+                    f"--{f.name} is read with --{mode} {choice} only; got {value} with --{mode} {chosen}; leave it "
+                    f"out, or pass --{mode} {choice}"
+                )

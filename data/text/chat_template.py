@@ -83,7 +83,7 @@ def load_chat_tokenizer(path: str, chat_template: str | None = None) -> PreTrain
     template = read_chat_template("vicuna" if chat_template is None else chat_template)
     tokenizer = load_tokenizer(path, option="--tokenizer")
     if chat_template is None and not tokenizer.chat_template:
-        logger.warning("--tokenizer %s has no chat template: --chat_template vicuna is taken", path)
+        logger.warning("--tokenizer %s has no chat template: the bundled vicuna is taken", path)
     if chat_template is not None or not tokenizer.chat_template:
         tokenizer.chat_template = template
     return tokenizer

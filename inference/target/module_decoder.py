@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draft_heads.heads.config import check_target_layers
 from draft_heads.inference.target.architecture import Architecture
 from draft_heads.inference.target.library_names import CACHE
 
@@ -31,16 +32,12 @@ class ModuleDecoder:
 
     def check_layers(self, target_layers: Sequence[int], name: str) -> None:
         """ValueError unless the outputs of these layers, counted from 1, can be captured; not the last one's."""
-        count = self.config.num_hidden_layers
-        if target_layers and (
-            self.layers is None
-            or sorted(set(target_layers)) != list(target_layers)
-            or not 1 <= min(target_layers) <= max(target_layers) < count
-        ):
+        if target_layers and self.layers is None:
             raise ValueError(
-                f"target_layers are ascending numbers from 1 to {count - 1}, the layers of {name} before its "
-                f"last; got {' '.join(map(str, target_layers))}; pick others or leave it out"
+                f"target_layers must be left out for {name}, whose layers cannot be read one by one; got "
+                f"{' '.join(map(str, target_layers))}"
             )
+        check_target_layers(target_layers, self.config.num_hidden_layers, name)
 
     @contextmanager
     def _capture_outputs(self, target_layers: Sequence[int], device: torch.device) -> Iterator[list[Tensor]]:

@@ -71,6 +71,7 @@ def test_values_of_a_file_are_read_as_flags_on_the_command_line_are(tmp_path):
     [
         ("limit: 1:30", "limit must be of type int, got '1:30'"),
         ("limit: 3\nlimit: 4", "the key 'limit' twice; keep one"),
+        ("layers: 2 4", "layers must be a list such as [2, 4], got '2 4'"),
         ("drafters: [a, ]\nlayers:\n- 1\n-", "layers must be of type int, got None"),
         ("drafters:\n- a\n-", "drafters must be of type str, got None"),
         ("all: maybe", "all must be true or false, got 'maybe'"),

@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import read_folder, write_folder
 from tests.heads.test_export import TARGET, eagle3, medusa
+from tests.running import run_script
 
 
 def swapped(ids):
@@ -122,3 +124,15 @@ def test_a_checkpoint_with_weights_that_are_no_numbers_is_refused(tmp_path, valu
     head.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"heads.0.vocabulary.weight has 1 values that are infinite or not a number"):
         load_head(tmp_path)
+
+
+def test_layers_that_the_target_lacks_are_exported_no_more_than_imported(tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4}
+    LlamaConfig(**sizes, num_hidden_layers=9).save_pretrained(tmp_path / "target")
+    head = eagle3()  # reads layers 2, 5 and 9
+    head.config.target = str(tmp_path / "target")
+    head.save_pretrained(tmp_path / "head")
+    flags = "--head", str(tmp_path / "head"), "--format", "eagle3", "--output", str(tmp_path / "out")
+    status, told = run_script("scripts/export.py", *flags)
+    assert status != 0 and "target_layers are ascending numbers from 1 to 8, " in told and "got 2 5 9; pick" in told
+    assert not (tmp_path / "out").exists()

@@ -76,6 +76,13 @@ def test_preview_marks_exactly_the_trained_tokens():
     [
         (["--max_length", "999"], "max_length 999 exceeds the target's 256 positions"),
         (["--batch_size", "0"], "--batch_size must be at least 1; got 0"),
+        (
+            ["--cut_loops", "false"],
+            "--cut_loops is read with --labels generate only; got False with --labels argmax",
+        ),
+        (["--max_new_tokens", "3"], "--max_new_tokens is read with --labels generate only; got 3 with"),
+        (["--labels", "generate", "--concurrency", "2"], "--concurrency is read with --engine openai only; got 2"),
+        (["--labels", "generate", "--model_name", "x"], "--model_name is read with --engine openai only; got x"),
         (["--engine", "openai"], "--engine openai and --base_url URL go together"),
         (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
         (["--target", "nowhere", "--dataset", "chat.csv"], "received the .csv file chat.csv; write its rows as JSONL"),

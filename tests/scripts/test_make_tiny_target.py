@@ -113,6 +113,35 @@ def test_made_folder_loads_and_its_card_has_command_and_figures(made):
     assert {"ended", "looped", "solved_1_step", "unseen_loss"} <= set(figures)
 
 
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ("--tokenizer t --vocab_size 4096", "--vocab_size has no effect with --tokenizer; got 4096; leave it out"),
+        ("--dataset f --conversations 7", "--conversations has no effect with --dataset; got 7; leave it out"),
+        ("--split test", "--split has no effect without --dataset; got test; leave it out"),
+        ("--skip_bad_rows", "--skip_bad_rows has no effect without --dataset; got True"),
+        ("--dataset_config foo", "--dataset_config has no effect without --dataset; got foo"),
+    ],
+)
+def test_a_flag_that_nothing_reads_is_refused(capsys, tmp_path, flags, told):
+    with pytest.raises(SystemExit):
+        parse_options(["--output", str(tmp_path / "out"), *flags.split()])
+    assert told in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_a_template_gets_one_and_a_folder_without_a_tokenizer_is_named(made, tmp_path, caplog):
+    (tmp_path / "empty").mkdir()
+    given = ["--output", str(tmp_path / "out"), "--conversations", "30", *TINY, "--tokenizer"]
+    with pytest.raises(ValueError, match=r"--tokenizer .*/empty is no tokenizer's folder or hub id"):
+        make([*given, str(tmp_path / "empty")])
+    tokenizer = AutoTokenizer.from_pretrained(made[0])
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    make([*given, str(tmp_path / "bare")])
+    assert "bare has no chat template" in caplog.text
+    assert "USER:" in AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
 def test_dataset_and_tokenizer_make_a_draft_model_for_a_target(made, tmp_path, capsys):
     rows = conversations(60, 5, "train")
     (tmp_path / "chats.json").write_text(json.dumps(rows))

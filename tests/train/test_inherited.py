@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.chimera import ChimeraConfig
 from draft_heads.heads.ctc import CTCConfig
-from draft_heads.train.inherited import NO_EFFECT, READ, REFUSED
+from draft_heads.train.inherited import DECIDE, EVALUATE, FREE, NO_EFFECT, READ, REFUSED
 from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.training_arguments import parse_options, transformers_help
 from tests.train.runs import run
@@ -45,6 +45,10 @@ def test_every_field_of_transformers_is_read_refused_or_not_offered():
     tables = (READ, REFUSED, NOT_OFFERED)
     assert [name for name in names if not any(name in table for table in tables)] == []  # decide about a new one
     assert len({*READ, *REFUSED, *NOT_OFFERED}) == sum(map(len, tables))
+
+
+def test_a_flag_either_decides_what_is_learned_or_may_change_when_a_run_is_resumed():
+    assert len(READ) == len(DECIDE) + len(EVALUATE) + len(FREE)
 
 
 def test_help_lists_the_flags_that_are_read_and_no_other():
@@ -192,6 +196,38 @@ def test_the_recipe_that_a_run_writes_is_one_that_it_may_be_given(tmp_path, kind
     again, same_head, same = parse_options(config, ["--config", str(tmp_path / "recipe.yaml")])
     assert (again, same_head, same.to_dict()) == (run, head, training.to_dict())
     assert yaml.safe_load(same.recipe) == yaml.safe_load(training.recipe)
+
+
+BEST = "metric_for_best_model: accuracy_2"
+
+
+@pytest.mark.parametrize(
+    "file, flags, metric",
+    [
+        (f"{BEST}\npatience: 2\neval_strategy: steps", "", "accuracy_2"),
+        (f"{BEST}\neval_strategy: steps", "--patience 2", "accuracy_2"),
+        (f"{BEST}\neval_strategy: steps\nload_best_model_at_end: true", "", "accuracy_2"),
+        (f"{BEST}\npatience: 2\neval_strategy: steps", "--patience 0", None),  # which takes its effect away
+        (f"{BEST}\npatience: 2\neval_strategy: steps", "--patience 0 --save_strategy best", "accuracy_2"),
+    ],
+)
+def test_a_line_of_a_file_is_dropped_only_where_a_flag_takes_its_effect_away(tmp_path, file, flags, metric):
+    (tmp_path / "r.yaml").write_text(f"{file}\nmax_steps: 6\n")
+    training = parse_options(CTCConfig, [*GIVEN, "--config", str(tmp_path / "r.yaml"), *flags.split()])[2]
+    assert training.metric_for_best_model == yaml.safe_load(training.recipe).get("metric_for_best_model") == metric
+
+
+@pytest.mark.parametrize(
+    "line, cause",
+    [
+        ("eval_steps: 2", "--eval_steps 2.0 has no effect with --eval_strategy no"),
+        ("metric_for_best_model: loss", "--metric_for_best_model loss has no effect with --load_best_model_at_end"),
+        ("dataloader_prefetch_factor: 2", "--dataloader_prefetch_factor can only be set when"),  # transformers' own
+    ],
+)
+def test_a_line_of_a_file_is_refused_as_the_flag_would_be(capsys, tmp_path, line, cause):
+    (tmp_path / "r.yaml").write_text(f"{line}\nmax_steps: 6\n")
+    assert cause in refusal(capsys, "--config", str(tmp_path / "r.yaml"))
 
 
 @pytest.mark.parametrize("kind, one", [("medusa", "heads"), ("eagle3", "passes"), ("chimera", "heads")])

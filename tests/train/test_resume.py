@@ -16,10 +16,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from draft_heads.configs.options import option_names
 from draft_heads.data.labels.shards import DistilledDataset
+from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.checkpoints import complete_checkpoints, incomplete_checkpoints
-from draft_heads.train.options import RunOptions
+from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.run_folder import begin, check_folder, run_settings
+from draft_heads.train.training_arguments import transformers_help
 from tests.running import ROOT, run_script
 from tests.train.runs import command, losses, run, without
 
@@ -216,6 +219,7 @@ def test_a_run_that_goes_by_its_evaluations_is_resumed_with_the_same(dataset, tm
         ({"patience": 2, "lr_scheduler_type": "cosine"}, True),
         ({"patience": 0, "lr_scheduler_type": "reduce_lr_on_plateau"}, True),
         ({"patience": 0, "lr_scheduler_type": "greedy"}, True),
+        ({"patience": 0, "lr_scheduler_type": "cosine", "load_best_model_at_end": True}, True),
     ):
         given = {**settings, "eval_steps": 10, "save_steps": 10}
         args.deepspeed, args.to_sanitized_dict = None, lambda given=given: given
@@ -283,6 +287,41 @@ def test_a_copy_of_a_checkpoint_is_the_users(tmp_path):
     (tmp_path / "checkpoint-3-keep" / "complete.json").write_text("{}")
     assert complete_checkpoints(tmp_path) == []
     assert incomplete_checkpoints(tmp_path) == [tmp_path / "checkpoint-3"]
+
+
+def test_what_is_logged_evaluated_and_loaded_otherwise_after_a_resume_changes_no_loss(dataset, tmp_path, uninterrupted):
+    output = tmp_path / "run"
+    status, told = run(dataset, output)
+    assert status == 0, told
+    for later in ("head", "checkpoint-6"):
+        shutil.rmtree(output / later)
+    flags = (
+        "--eval_strategy epoch --save_strategy epoch --logging_first_step true --report_to none --log_level warning "
+    )
+    flags += "--simulate_rows 4 --dataloader_num_workers 1 --dataloader_prefetch_factor 2 "
+    flags += "--torch_empty_cache_steps 5"
+    words = without(command(dataset, output), "--save_steps", "--eval_strategy", "--simulate_rows")
+    status, told = run_script(*words, *flags.split())
+    assert status == 0 and f"resuming {output}/checkpoint-4" in told, told
+    assert losses(output) == losses(uninterrupted)
+
+
+def test_a_difference_names_flags_and_no_field_that_follows_from_them(dataset, tmp_path):
+    output = tmp_path / "run"
+    status, told = run(dataset, output)
+    assert status == 0, told
+    shutil.rmtree(output / "head")
+    begun = json.loads((output / "run.json").read_text())
+    help_text = transformers_help()
+    ours = option_names(RunOptions) + option_names(TrainingOptions) + option_names(CTCConfig)
+    flags = {*ours, *re.findall(r"^  --(\w+)", help_text, re.MULTILINE)}
+    assert begun.keys() - flags == {"processes", "deepspeed_config", "data"}
+    words = without(command(dataset, output, "--load_best_model_at_end", "true"), "--save_steps", "--eval_strategy")
+    status, told = run_script(*words, "--eval_strategy", "epoch", "--save_strategy", "epoch")
+    assert (
+        status != 0
+        and "(load_best_model_at_end was False, now True; metric_for_best_model was 'None', now 'loss')" in told
+    )
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import SchedulerType, TrainingArguments, get_scheduler
 
 from draft_heads.heads.ctc import CTCConfig
-from draft_heads.train.schedule import wall_time_scheduler
+from draft_heads.train.schedule import check_schedule, wall_time_scheduler
 from draft_heads.train.stopping import WallClock
 from draft_heads.train.training_arguments import parse_options
 
@@ -80,3 +80,49 @@ def test_a_schedule_that_follows_a_metric_knows_which_way_is_better(kind, metric
         schedule.step(value)
     # greedy raises a rate that may be raised; its most is 1
     assert optimizer.param_groups[0]["lr"] == pytest.approx(factor)
+
+
+def check(steps, minutes=0, own=None, **options):
+    """`check_schedule` of a run of so many steps, or minutes."""
+    args = TrainingArguments(output_dir="unused", use_cpu=True, lr_scheduler_kwargs=own, **options)
+    args.max_minutes = minutes
+    check_schedule(args, steps)
+
+
+@pytest.mark.parametrize("steps, minutes", [(3, 0), (5000, 0), (200_000, 0), (9, 5)])
+@pytest.mark.parametrize("warmup", [0, 2, 0.03])
+@pytest.mark.parametrize("kind", [x.value for x in SchedulerType if x.value not in ("greedy", "reduce_lr_on_plateau")])
+def test_every_schedule_reaches_the_learning_rate(kind, warmup, steps, minutes):
+    if kind == "warmup_stable_decay" and minutes:
+        pytest.skip("it counts steps")
+    own = {"min_lr_rate": 0.1} if "min_lr" in kind else {"num_decay_steps": 1} if "stable" in kind else None
+    check(steps, minutes, own, learning_rate=0.01, warmup_steps=warmup, lr_scheduler_type=kind)
+
+
+@pytest.mark.parametrize(
+    "kind, rate, own, steps, minutes, peak",
+    [
+        # the last 3 of 1000 steps of decay: the first has (1 + cos(0.997 pi)) / 2 = 2.22e-5 of the rate
+        ("warmup_stable_decay", 0.01, {"num_decay_steps": 1000}, 3, 0, "2.22e-07"),
+        ("cosine_with_min_lr", 0.001, {"min_lr": 0.01}, 10_000, 0, "0.01"),
+        ("cosine_with_min_lr", 0.001, {"min_lr": 0.01}, 9, 5, "0.01"),
+    ],
+)
+def test_a_schedule_whose_peak_is_not_the_learning_rate_is_refused(kind, rate, own, steps, minutes, peak):
+    told = rf"got {rate:g}, and --lr_scheduler_type {kind} and --lr_scheduler_kwargs .* that reach {peak} in "
+    with pytest.raises(ValueError, match=told):
+        check(steps, minutes, own, learning_rate=rate, lr_scheduler_type=kind)
+
+
+def test_a_schedule_that_ends_above_the_learning_rate_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match=r"polynomial and .* make no schedule: lr_end.*; --learning_rate is 0.001$"):
+        check(0, 0, {"lr_end": 0.01}, learning_rate=0.001, lr_scheduler_type="polynomial")
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_follows_a_metric_needs_evaluations(capsys, kind):
+    given = "--target tests/tiny_target --dataset d --output_dir r --use_cpu --max_steps 9 --eval_strategy no"
+    with pytest.raises(SystemExit):
+        parse_options(CTCConfig, [*given.split(), "--lr_scheduler_type", kind])
+    told = capsys.readouterr().err
+    assert f"--lr_scheduler_type {kind} follows evaluations, got --eval_strategy no; pass --eval_strategy steps" in told

@@ -74,6 +74,48 @@ def test_what_a_file_says_otherwise_is_refused(entry, told):
         zero_config(entry, ARGS)
 
 
+@pytest.mark.parametrize(
+    "entry, told",
+    [
+        (
+            {"data_types": {"grad_acum_dtype": "bf16"}},
+            "no entry data_types.grad_acum_dtype; .*grad_accum_dtype",
+        ),
+        ({"data_types": {"grad_accum_dtype": "bf17"}}, 'data_types.grad_accum_dtype must be .*; got "bf17"'),
+        ({"data_types": "bf16"}, 'data_types must be a mapping of names to values; got "bf16"'),
+        (
+            {"aio": {"block_siz": 1}},
+            "no entry aio.block_siz; correct its name or delete it; known are block_size",
+        ),
+        ({"flops_profiler": {"foo": 1}}, "no entry flops_profiler.foo; .*known are enabled, "),
+        ({"timers": {"throughputs": {}}}, "no entry timers.throughputs"),
+        ({"timers": {"throughput": {"enable": True}}}, "no entry timers.throughput.enable; .*enabled, synchronized"),
+        ({"zero_optimization": {"overlap_com": True}}, "no entry zero_optimization.overlap_com; .*, overlap_comm,"),
+        ({"zero_optimization": {"overlap_comm": "of"}}, 'zero_optimization.overlap_comm cannot be "of"'),
+        (
+            {"zero_optimization": {"offload_param": {"devic": "cpu"}}},
+            "zero_optimization.offload_param.devic; .*device",
+        ),
+        ({"fp16": {"loss_scal": 1}}, "no entry fp16.loss_scal; .*loss_scale,"),
+        ({"bf16": {"enable": True}}, "no entry bf16.enable; "),
+        ({"comms_logger": {"verbos": True}}, "no entry comms_logger.verbos; .*verbose"),
+        ({"comms_logger": True}, "comms_logger must be a mapping of names to values; got true"),
+        ({"timers": {"throughput": 1}}, "timers must be a mapping of names to values; got .*throughput.*: 1"),
+        ({"csv_monitor": {"path": "x"}}, "no entry csv_monitor.path; .*output_path"),
+    ],
+)
+def test_what_deepspeed_does_not_read_within_a_section_is_refused(entry, told):
+    with pytest.raises(ValueError, match=f"^--deepspeed: .*{told}"):
+        zero_config(entry, ARGS)
+
+
+def test_what_deepspeed_reads_within_a_section_is_kept():
+    own = {"data_types": {"grad_accum_dtype": "float"}, "aio": {"block_size": 1}, "flops_profiler": {"detailed": True}}
+    own |= {"timers": {"throughput": {"synchronized": False}}, "csv_monitor": {"enabled": True, "output_path": "x"}}
+    own |= {"comms_logger": {"enabled": True, "prof_ops": []}}
+    assert zero_config(own, ARGS)[0] == {**FILLED, **own}
+
+
 def test_an_entry_without_effect_is_named():
     config, lines = zero_config({"steps_per_print": 2000, "wall_clock_breakdown": False}, ARGS)
     assert config == FILLED
