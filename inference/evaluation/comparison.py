@@ -24,6 +24,8 @@ FIGURES = (
 )
 CHECKSUMS = "question_checksums"
 """The setting that holds the checksum of each benchmark's questions."""
+LOADED = "loaded_checksums"
+"""The setting that holds the checksum of what each drafter loaded."""
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"β": r"$\beta$", "γ": r"$\gamma$", "×": r"$\times$", "–": "--"}
 
@@ -123,14 +125,25 @@ def facts(report: Report) -> dict[str, str]:
     known |= {"target": target.get("path"), "parameters": target.get("parameters")}
     known |= {"dtype": target.get("dtype"), "device": target.get("device")}
     settings = report["settings"]
-    known |= {key: value for key, value in settings.items() if key not in ("drafters", "benchmarks", CHECKSUMS)}
+    known |= {key: value for key, value in settings.items() if key not in ("drafters", "benchmarks", CHECKSUMS, LOADED)}
     known |= {key: value for key, value in report["environment"].items() if key != "time"}
     for row in overall(report["results"]):
         checksum = (settings.get(CHECKSUMS) or {}).get(row["benchmark"])
         known[f"questions: {row['benchmark']}"] = row["questions"], *([checksum] if checksum else [])
+        known[f"{row['drafter']}: loaded"] = loaded(settings, row["drafter"])
     for drafter, options in report["options"].items():
         known |= {f"{drafter}: {name}": value for name, value in options.items()}
     return {key: setting(value) for key, value in known.items() if value is not None}
+
+
+def loaded(settings: Mapping[str, Any], drafter: str) -> str:
+    """The checksum of what a drafter loaded, or `nothing`; of an older report, which has none, its words."""
+    if LOADED in settings:
+        return str(settings[LOADED].get(drafter, "nothing"))
+    given = settings.get("drafters") or []
+    words = given.split() if isinstance(given, str) else given  # of a replay one text
+    named = [word for word in words if re.match(rf"{re.escape(drafter)}\W", word)]
+    return f"not noted ({named[0]})" if named else "nothing"
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
