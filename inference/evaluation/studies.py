@@ -38,6 +38,7 @@ import yaml
 from draft_heads.configs.yaml_files import read_yaml
 from draft_heads.data.text.benchmarks import Question, load_benchmark
 from draft_heads.heads.accuracy import TOP
+from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, VANILLA
 from draft_heads.inference.evaluation.report import markdown_table
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "studies"
@@ -262,11 +263,10 @@ def _check(path: Path, study: Study) -> None:
         raise ValueError(f"{path}: benchmark_settings has {unused[0]}, which no cell names; take it out")
     names = dict[tuple[str, ...], str]()
     for cell in (one for one in study.cells.values() if one.of_report):
-        place = cell.run, cell.benchmark, cell.drafter_name
-        if (other := names.setdefault(place, cell.drafter)) != cell.drafter:
-            raise ValueError(
-                f"{path}: {other!r} and {cell.drafter!r} have one name in a report, {cell.drafter_name}; change one"
-            )
+        name, own = cell.drafter_name, cell.drafter.replace("{head}", cell.head)
+        first = own if name not in (VANILLA, TRANSFORMERS) else name  # which reports have beside the study's drafters
+        if (other := names.setdefault((cell.run, cell.benchmark, name), first)) != own:
+            raise ValueError(f"{path}: {other!r} and {own!r} have one name in a report, {name}; change one")
     for (run,) in study.needed("run"):
         if run not in study.runs:
             raise ValueError(f"{path}: runs has no {run!r}; name it there")

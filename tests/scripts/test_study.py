@@ -138,11 +138,19 @@ def test_numbers_of_the_papers_are_those_they_print():
         (("title: A table", "title: A table\nbenchmark_settings: {gsm8k: {}}"), "has gsm8k, which no cell names"),
         (("{medusa: medusa}", "{medusa: [medusa]}"), "heads has a name, .* received 'medusa': \\['medusa'\\]"),
         (("{drafter: vanilla}", '{drafter: "ngram,k:3"}'), "'ngram,k:3' and 'ngram,k=3' have one name in a report"),
+        (("medusa", "vanilla"), "'vanilla' and '{kind}:vanilla' have one name in a report, vanilla"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_what_is_wrong(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         read_study(write(tmp_path / "mine.yaml", STUDY, change))
+
+
+def test_heads_of_one_name_in_a_report_are_refused(tmp_path):
+    changes = [("{medusa: medusa}", "{m.a: medusa, m_a: hydra}"), ("Medusa: {head: medusa}", "Medusa: {head: m.a}")]
+    changes += [("rows:", "rows:\n  Hydra: {head: m_a}")]
+    with pytest.raises(ValueError, match=r"'{kind}:m_a' and '{kind}:m\.a' have one name in a report, m_a; change one"):
+        read_study(write(tmp_path / "mine.yaml", STUDY, *changes))
 
 
 def test_an_unknown_name_lists_the_known_ones():
