@@ -263,10 +263,10 @@ def _check(path: Path, study: Study) -> None:
         raise ValueError(f"{path}: benchmark_settings has {unused[0]}, which no cell names; take it out")
     names = dict[tuple[str, ...], str]()
     for cell in (one for one in study.cells.values() if one.of_report):
-        name, own = cell.drafter_name, cell.drafter.replace("{head}", cell.head)
-        first = own if name not in (VANILLA, TRANSFORMERS) else name  # which reports have beside the study's drafters
-        if (other := names.setdefault((cell.run, cell.benchmark, name), first)) != own:
-            raise ValueError(f"{path}: {other!r} and {own!r} have one name in a report, {name}; change one")
+        name, drafter = cell.drafter_name, cell.drafter.replace("{head}", cell.head)
+        first = drafter if name not in (VANILLA, TRANSFORMERS) else name  # which reports have beside those of the study
+        if (other := names.setdefault((cell.run, cell.benchmark, name), first)) != drafter:
+            raise ValueError(f"{path}: {other!r} and {drafter!r} have one name in a report, {name}; change one")
     for (run,) in study.needed("run"):
         if run not in study.runs:
             raise ValueError(f"{path}: runs has no {run!r}; name it there")
