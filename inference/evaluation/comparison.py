@@ -150,16 +150,17 @@ def loaded(settings: Mapping[str, Any], drafter: str) -> str:
 
 
 def side_by_side(reports: Reports) -> Table:
-    """β, γ with its interval and losslessness of every benchmark and drafter, a group of columns for each report."""
+    """β, γ with its interval and losslessness of every benchmark and drafter, a group of columns for each report. A
+    drafter whose reports show it under several names, as exact and LOSSY, has all of them."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name, report in reports.items():
         for row in overall(report["results"]):
-            found.setdefault((row["benchmark"], shown_name(row)), {})[name] = row
+            found.setdefault((row["benchmark"], row["drafter"]), {})[name] = row
     benchmarks = list(dict.fromkeys(benchmark for benchmark, _ in found))
     rows = []
-    for (benchmark, drafter), own in sorted(found.items(), key=lambda one: benchmarks.index(one[0][0])):
+    for (benchmark, _), own in sorted(found.items(), key=lambda one: benchmarks.index(one[0][0])):
         cells = [cell for name in reports for cell in figures_of(own.get(name))]
-        rows.append([benchmark, drafter, *cells])
+        rows.append([benchmark, " / ".join(dict.fromkeys(map(shown_name, own.values()))), *cells])
     header = [f"{figure} {name}" for name in reports for figure in ("β", "γ", "lossless")]
     return Table("Side by side", ("benchmark", "drafter", *header), rows, 2)
 

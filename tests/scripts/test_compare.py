@@ -100,6 +100,26 @@ def test_other_weights_of_a_drafter_are_told_and_another_place_is_not(capsys, tm
     assert [*loaded_checksums(drafters["old"])] == ["fast"] and loaded_checksums(drafters["old"])["fast"] != via
 
 
+def test_one_drafter_has_one_row_whatever_its_reports_call_it(capsys, tmp_path):
+    reports = {"exact": report_of(), "lossy": report_of(), "old": report_of()}
+    for name in ("exact", "lossy"):
+        for row in reports[name]["results"]:
+            row |= {"kind": "ctc", "lossy": (name, row["drafter"]) == ("lossy", "fast")}
+    for row in reports["old"]["results"]:
+        del row["kind"], row["lossy"]
+    for name, report in reports.items():
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "report.json", report)
+    table = output_of([str(tmp_path / name) for name in reports], capsys).out
+    lines = [line for line in table.splitlines() if line.startswith("| bench | ")]
+    assert [line.split(" | ")[1] for line in lines] == [
+        "vanilla (ctc) / vanilla",
+        "fast (ctc) / fast (ctc, LOSSY) / fast",
+        "slow (ctc) / slow",
+    ]
+    assert all(line.count("4/4") == 3 for line in lines)
+
+
 def test_latex_rows_hold_no_commands_and_differences_are_comments(folders, capsys):
     lines = output_of([*folders, "--latex"], capsys).out.splitlines()
     assert "% max_new_tokens | 64 | 128" in lines
