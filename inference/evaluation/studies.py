@@ -315,11 +315,20 @@ def figure(results: Sequence[Mapping[str, Any]], cell: Cell) -> float | None:
             value: Any = row
             for word in cell.measure.split("."):
                 if isinstance(value, list):
-                    value = value[int(word)] if int(word) < len(value) else None
+                    value = value[int(word)] if int(word) < len(value) else _nothing_accepted(row, cell.measure)
                 elif value is not None:
                     value = value.get(word)
             return value
     return None
+
+
+def _nothing_accepted(row: Mapping[str, Any], measure: str) -> float | None:
+    """0 for a position of drafts after the last at which one was accepted; None where nothing was drafted, no step was
+    counted, or none reached the position."""
+    *_, of, position = measure.split(".")
+    histogram = row.get("accept_length_histogram") or []
+    drafted = bool(histogram) and int(position) < (row.get("max_depth") or 0)
+    return 0.0 if drafted and (of == "unconditional" or int(position) == len(histogram) - 1) else None
 
 
 def study_table(study: Study, measured: Mapping[tuple[str, str], float | None], target: str) -> str:

@@ -27,7 +27,7 @@ ODD = ("[bold]", "[/x]", "a|b", "$x$ and $y$", "_hidden", ":smile:", "a`b", "new
 class StubDrafter(SimpleNamespace):
     """Says of itself what it is given."""
 
-    slots, kind, parts, __hash__ = 1, "", (), object.__hash__
+    slots, kind, parts, max_depth, __hash__ = 1, "", (), 4, object.__hash__
 
     def of_slot(self, slot):
         return self

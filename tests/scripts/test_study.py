@@ -8,6 +8,7 @@ import pytest
 
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.data.text.known_benchmarks import SCORES
+from draft_heads.inference.evaluation.metrics import acceptance_by_position
 from draft_heads.inference.evaluation.studies import (
     FIGURES,
     Cell,
@@ -75,6 +76,19 @@ def test_a_figure_is_found_by_benchmark_category_drafter_and_path():
     assert figure(rows, Cell("at.0", "ngram", benchmark="b")) == 0.5
     assert figure(rows, Cell("at.1", "ngram", benchmark="b")) is None
     assert figure(rows, Cell("at.0", "ngram", benchmark="other")) is None
+
+
+def test_a_position_at_which_nothing_was_accepted_has_0_and_one_that_was_not_drafted_none():
+    def shares(histogram, max_depth):
+        shown = {"max_depth": max_depth, "accept_length_histogram": histogram}
+        row = {"benchmark": "b", "category": None, "drafter": "ngram", **shown}
+        row["acceptance_by_position"] = acceptance_by_position(histogram)
+        cells = [[f"acceptance_by_position.{of}.{k}" for k in range(4)] for of in ("unconditional", "conditional")]
+        return [[figure([row], Cell(cell, "ngram", benchmark="b")) for cell in each] for each in cells]
+
+    assert shares([69], 3) == [[0, 0, 0, None], [0, None, None, None]]  # 69 steps accepted nothing
+    assert shares([1, 3], 3) == [[0.75, 0, 0, None], [0.75, 0, None, None]]
+    assert shares([], 3) == shares([69], 0) == shares([69], None) == [[None] * 4] * 2
 
 
 @pytest.mark.parametrize("name", known_studies())
