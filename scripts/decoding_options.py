@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,12 @@ from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.options import MADE_FOR, made_for
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.table import drafters_table
+from draft_heads.inference.drafters.words import is_loadable
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.answer_files import QuestionKey
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
+from draft_heads.inference.evaluation.hf_assisted import parse_hf_row
+from draft_heads.inference.evaluation.made_from import content_of
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import check_seed
@@ -260,3 +265,23 @@ def describe_run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     own = target.model.generation_config
     settings |= {"own_settings_applied": processor_settings(own), "own_settings_not_applied": unapplied_settings(own)}
     return {"target": model, "settings": settings | lossy}
+
+
+def loaded_by(drafter: str) -> dict[str, Any]:
+    """path → content, of all that a drafter's words, or those of a row of `generate`, load."""
+    row = parse_hf_row(drafter)
+    parts = [] if row else DrafterSpec.parse(drafter).parts
+    paths = [row[1].get("assistant", "")] if row else [part.path for part in parts]  # or hub ids
+    words = [word for part in parts for word in part.options.values()]
+    paths += [path for word in words for path in (word, word.partition(":")[2]) if is_loadable(path)]  # via=KIND:PATH
+    return {path: content_of(path) for path in paths if path}
+
+
+def loaded_checksums(drafters: Iterable[str]) -> dict[str, str]:
+    """Name of a drafter → 16 hex digits that change with what it loads, and not with the place; none of nothing."""
+    contents = {re.split("[=,]", drafter)[0]: [*loaded_by(drafter).values()] for drafter in drafters}
+    return {
+        name: hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+        for name, content in contents.items()
+        if content
+    }

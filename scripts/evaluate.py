@@ -18,7 +18,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status, on_interrupt
@@ -32,9 +31,8 @@ from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.text.benchmarks import load_benchmark, questions_checksum
 from draft_heads.data.text.known_benchmarks import known_benchmarks
 from draft_heads.data.text.rendering import ConversationError
-from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answer_files import write_answers
-from draft_heads.inference.evaluation.comparison import CHECKSUMS
+from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED
 from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import (
     VANILLA,
@@ -59,6 +57,8 @@ from draft_heads.scripts.decoding_options import (
     generation_settings,
     load_engines,
     load_target,
+    loaded_by,
+    loaded_checksums,
     parse_benchmarks,
     parse_options,
 )
@@ -152,14 +152,6 @@ def decode_and_judge(
 
 def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
     """What an evaluation measures: an interrupted one goes on only if all of it is the same."""
-    hf_rows, drafters = split_rows(options.drafters)
-    parts = [part for text in drafters for part in DrafterSpec.parse(text).parts]
-    words = [word for part in parts for word in (part.path, *part.options.values())]
-    words += [word for options_of_row in hf_rows.values() for word in options_of_row.values()]
-    paths = {Path(path) for word in words for path in (word, word.partition(":")[2]) if path}  # via=KIND:PATH
-    loaded = [path for path in paths if (path / "config.json").is_file() or (path / "datastore.json").is_file()]
-    inside = [file for path in loaded for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".npy")]
-    files = sorted({*inside, *(path for path in paths if path.is_file())})
     described = describe_run(options, target)
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
     model["device"] = target.device.type
@@ -170,7 +162,7 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
         "settings": described["settings"] | {"threads": options.threads},
         "environment": machine,
         "drafters": options.drafters,
-        "files": {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        "files": {path: content for drafter in options.drafters for path, content in loaded_by(drafter).items()},
         "questions": list(checksums(benchmarks).items()),
     }
 
@@ -216,6 +208,7 @@ def run(options: argparse.Namespace) -> None:
     samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
     described = describe_run(options, target)
     described["settings"] |= {"benchmarks": options.benchmarks, CHECKSUMS: checksums(benchmarks)}
+    described["settings"] |= {LOADED: loaded_checksums(options.drafters)}
     report = build_report(evaluation, **described, **facts, samples=samples)
     show_report(console, options.output, report)
     parts.clear()

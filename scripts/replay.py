@@ -29,7 +29,7 @@ from draft_heads.data.text.benchmarks import questions_checksum
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import read_answers
-from draft_heads.inference.evaluation.comparison import CHECKSUMS
+from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.scripts.decoding_options import (
@@ -37,6 +37,7 @@ from draft_heads.scripts.decoding_options import (
     answered_questions,
     check_positive,
     distinct_specs,
+    loaded_checksums,
     script_parser,
 )
 from draft_heads.scripts.terminal import show_report
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     files["answers_checksum"] = checksum(options.answers)
     given = {name: getattr(options, name) for name in ("tokenizer", "chat_template", "max_nodes", "limit")}
     given |= {CHECKSUMS: {name: questions_checksum(questions)}} if options.questions else {}
-    given["drafters"] = " ".join(options.drafters)
+    given |= {"drafters": " ".join(options.drafters), LOADED: loaded_checksums(options.drafters)}
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
     show_report(console, options.output, build_report(evaluation, None, settings, 0, shlex.join(["python", *sys.argv])))
 

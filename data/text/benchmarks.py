@@ -22,11 +22,13 @@ from typing import Any
 from draft_heads.data.text.conversations import turns_of, with_system
 from draft_heads.data.text.final_number import gsm8k_answer
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
-from draft_heads.data.text.known_benchmarks import Description, describe, known_benchmarks
+from draft_heads.data.text.known_benchmarks import Description, describe, known_benchmarks, written
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
 
 __all__ = ["BenchmarkError", "Question", "checked_id", "gsm8k_answer", "load_benchmark", "questions_checksum"]
+
+_IDS = ("question_id", "prompt_id", "id")
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,15 @@ def _reader_of(record: dict[str, Any], described: Description | None) -> Callabl
 
 def _fastchat(record: dict[str, Any], row: int) -> Question:
     turns = record.get("turns", record.get("prompt"))
-    question_id = record.get("question_id", record.get("prompt_id", row))
     reference = record.get("reference")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise BenchmarkError(f"'turns' is a non-empty list of texts, received {_describe(turns)}")
     if isinstance(reference, list):
         reference = "\n\n".join(map(str, reference)) or None
     reference = None if reference is None else str(reference)
-    used = {"question_id", "prompt_id", "reference", "turns" if "turns" in record else "prompt"}
+    used = {"reference", "turns" if "turns" in record else "prompt"}
     rest = _system_and_extra(record, turns, used)
-    return Question(question_id, record.get("category"), list(turns), reference, **rest)
+    return Question(_id(record, row), record.get("category"), list(turns), reference, **rest)
 
 
 def _described(known: Description, record: dict[str, Any], row: int) -> Question:
@@ -166,11 +167,11 @@ def _described(known: Description, record: dict[str, Any], row: int) -> Question
     record = known.flattened(record)
     for key in known.keys:
         if key != known.reference or known.score:
-            _text(record, key)
+            _text(record, key, number=key == known.reference)
     asked, reference, code, score = known.prompt_of(record), None, None, known.score
     if known.reference is not None:
         needed = known.score in ("accuracy", "rouge2")
-        reference = _text(record, known.reference) if needed else record.get(known.reference)
+        reference = _text(record, known.reference, number=True) if needed else record.get(known.reference)
     if score == "accuracy" and not _ends_with_number(str(reference)):
         raise BenchmarkError(
             "the answer of a GSM8K problem ends with its number, as in '#### 42', by which answers are scored; this "
@@ -181,8 +182,8 @@ def _described(known: Description, record: dict[str, Any], row: int) -> Question
             code = CodeTask(*(_text(record, key) for key in ("prompt", "entry_point", "test")))
         else:
             score = None  # nothing to test an answer with
-    rest = _system_and_extra(record, [asked], known.used)
-    question_id = record.get(known.id or "question_id", row)
+    rest = _system_and_extra(record, [asked], known.used, ", or name it under unread: of a YAML file")
+    question_id = record.get(known.id, row) if known.id else _id(record, row)
     return Question(question_id, record.get("category"), [asked], reference, score, code=code, **rest)
 
 
@@ -220,23 +221,35 @@ def _conversation(record: dict[str, Any], row: int) -> Question:
     if not texts:
         raise BenchmarkError("the user's turns are non-empty texts, received none")
     rest["system"] = messages[0]["content"] if messages[0]["role"] == "system" else None
-    row_id = record.get("id")
-    return Question(f"row-{row + 1}" if row_id is None else row_id, record.get("category"), texts, **rest)
+    return Question(_id(record, f"row-{row + 1}"), record.get("category"), texts, **rest)
 
 
-def _system_and_extra(record: dict[str, Any], turns: Sequence[Any], used: Collection[str]) -> dict[str, Any]:
-    """The fields `system` and `extra` of a question, of what its row has beside the keys that are `used`."""
-    further = further_of_row(record, turns, used)
+def _id(record: dict[str, Any], otherwise: int | str) -> Any:
+    """The id of a row of any form, if it has one."""
+    return next((record[key] for key in _IDS if key in record), otherwise)
+
+
+def _system_and_extra(
+    record: dict[str, Any], turns: Sequence[Any], used: Collection[str], remedy: str = ""
+) -> dict[str, Any]:
+    """The fields `system` and `extra` of a question, of what its row has beside its id and the keys that are `used`;
+    remedy: what else can be done about a key that is unknown."""
+    further = further_of_row(record, turns, {*used, *_IDS})
     if further.unknown:
-        raise BenchmarkError(f"{further.unknown[0]}; take it out")
+        raise BenchmarkError(f"{further.unknown[0]}; take it out{remedy}")
     return {"system": further.system, "extra": further.extra}
 
 
-def _text(record: dict[str, Any], key: str) -> str:
+def _text(record: dict[str, Any], key: str, number: bool = False) -> str:
+    """The text under a key, also of a list, as prompts have it; `number`: or of a number."""
     value = record.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise BenchmarkError(f"{key!r} is a non-empty text, received {_describe(value)}")
-    return value
+    entries = value if isinstance(value, list) else [value]
+    numbers = (int, float) if number or entries is value else ()
+    known = all(isinstance(one, (str, *numbers)) and not isinstance(one, bool) for one in entries)
+    if not known or not (text := written(value)).strip():
+        remedy = f"write a text or a list of texts{' or a number' if number else ''}"
+        raise BenchmarkError(f"{key!r} is a non-empty text, received {_describe(value)}; {remedy}")
+    return text
 
 
 def _describe(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal, DivisionByZero, InvalidOperation
 from itertools import pairwise
+from unicodedata import normalize
 
 # A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals, exponent of
 # ten. A full stop after it is not part of it.
@@ -13,23 +14,31 @@ _NUMBER = re.compile(
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<!\d)\.\d+)"
 )
 _LEAD = re.compile(
-    r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?|(?:[^\W\d_]+[ \t]*){0,4}[:=])?(?:[\s*_`$\\]|boxed\{)*",
+    r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?|(?:[^\W\d_]+[ \t]*){0,4}[:=])?[\s*_`$\\{]*",
     re.IGNORECASE,
 )
 _THOUSANDS = re.compile(
-    r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
-)  # LaTeX's, and narrow spaces
-_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]\d|\d)")  # 1 250 000
+    r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))"
+)  # LaTeX's, narrow spaces, and apostrophes
+_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]\d|\d|-[^\W\d])")  # 1 250 000, not 5 100-dollar bills
+_LAKHS = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d\d)+,\d{3}(?!,?\d)")  # 12,34,567
+_UNIT_EXPONENT = re.compile(r"(?<=[^\W\d_]|[)}\]])(?:\^|_(?=\{?\d+\}?\b))(?:\{\d+\}|\d+)")  # of `m^2`; the 1 of `x_1`
+_POWER = re.compile(r"(?<![\w.,^])(\d+(?:\.\d+)?) ?\^ ?(?:\{([1-9]\d?)\}|([1-9]\d?)(?!\d))")
+_VULGAR = re.compile(r"(\d)? ?([¼½¾⅐-⅞])")
+_MARK = re.compile(r"####|\\boxed(?=\{.*+\D*+\Z)")  # the box of the last line with a number
+_EARLIER = re.compile(r"[^=;]*=[^=;]*?[,;] +(?=[$€£]?\d[^,;=]*=)")  # `16 - 3 = 13, ` before `13 * 2 = 26`
 _MIXED = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d*[1-9]\d*)(?![\d./]\d|\d)")  # 2 1/2
-_LATEX_FRACTION = re.compile(r"(\d ?)?\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_LATEX_FRACTION = re.compile(r"(\d ?)?\\[dt]?frac ?\{?(\d+)\}?\{?(\d+)\}?")
 _DIVIDED = re.compile(r" ?[/÷] ?")  # between the last two numbers of a text
 _HEADING = re.compile(r"[.):][ \t]*[^\W\d]")  # after the number of `#### 2. Total`
 _OPERATORS = {"+": "+", "plus": "+", "-": "-", "−": "-", "–": "-", "minus": "-", "/": "/", "÷": "/", r"\div": "/"}
 _OPERATORS |= dict.fromkeys(("*", "×", "·", "x", "X", "times", r"\times", r"\cdot"), "*")
+_OPERATORS |= {"multiplied by": "*", "divided by": "/", "at": "*"}  # `9 eggs at $2`
 _OPERATORS |= {"of": "of", "^": "^", "**": "^"}
 _TOKEN = re.compile(
     rf"(?P<number>(?>{_NUMBER.pattern}))|(?P<equals>=>|->|→|[=≈]|(?:equals|is|gives|makes)\b)"
-    r"|(?P<operator>\\times|\\div|\\cdot|\*\*|[+*×·÷−–^-]|/(?![^\W\d])|[xX](?=[\s$€£\d])|(?:plus|minus|times|of)\b)"
+    r"|(?P<operator>\\times|\\div|\\cdot|\*\*|[+*×·÷−–^-]|/(?![^\W\d])|[xX](?=[\s$€£\d])"
+    r"|(?:plus|minus|times|of|at|(?:multiplied|divided) by)\b)"
     r"|(?P<bracket>[()])"
 )
 _DECORATION = r"(?:[\s*_`$\\{}%€£]|boxed\{|\\text\{)*"
@@ -39,16 +48,20 @@ _NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
 
 
 def gsm8k_answer(text: str) -> Decimal | None:
-    """The last number that a `####` marks, else the last number of the text, or fraction; None when there is none.
+    """The last number that `####` or the last line's `\\boxed` marks, else the last of the text; None for none.
 
-    Of a marked equation it is the last side that is a number, of a sum without a result its value. Examples:
+    Of a marked equation it is the last side that is a number, of a sum without a result its value. Fractions and powers
+    have their values; the exponent of a unit is no number, and a word of size is not read. Examples:
     "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "#### 3 + 4 = 7" → 7; "#### 3 + 4" → 7; "She pays $-3." → -3; "It is 3/4."
-    → 0.75; "on 1/2/2024" → 2024.
+    → 0.75; "on 1/2/2024" → 2024; "18 m^2" → 18; "2^3" → 8; "1.5 million" → 1.5.
     """
     text = _SPACED.sub(lambda found: found[0].replace(" ", ""), _THOUSANDS.sub(",", text))
+    text = _POWER.sub(lambda found: f"{Decimal(found[1]) ** int(found[2] or found[3])}", _UNIT_EXPONENT.sub("", text))
+    text = _LAKHS.sub(lambda found: found[0].replace(",", ""), text)
+    text = _VULGAR.sub(lambda found: f"{found[1] or ''} {normalize('NFKC', found[2]).replace('⁄', '/')}", text)
     text = _LATEX_FRACTION.sub(lambda found: f"{f'{found[1].strip()} ' if found[1] else ''}{found[2]}/{found[3]}", text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Decimal(found[2]) / Decimal(found[3])), text)
-    marked = [number for part in text.split("####")[1:] if (number := _number_after_mark(part)) is not None]
+    marked = [number for part in _MARK.split(text)[1:] if (number := _number_after_mark(part)) is not None]
     if marked:
         return marked[-1]
     numbers = list(_NUMBER.finditer(text))
@@ -59,10 +72,12 @@ def gsm8k_answer(text: str) -> Decimal | None:
 
 
 def _number_after_mark(text: str) -> Decimal | None:
-    """The number that the text after a `####` begins with; None for words, and for a heading such as `2. Total`, after
+    """The number that the text after a mark begins with; None for words, and for a heading such as `2. Total`, after
     which more numbers come."""
     lead = _LEAD.match(text)
     line, *below = text[lead.end() if lead else 0 :].split("\n", 1)
+    while earlier := _EARLIER.match(line):
+        line = line[earlier.end() :]
     sides = _sides(line)
     numbers = [side[0] for side in sides if len(side) == 1]
     more = below and _NUMBER.search(below[0])
@@ -100,7 +115,7 @@ def _sides(line: str) -> list[list[str]]:
         elif wants_number:  # an operator or `=` without a number before it
             break
         elif kind == "operator":
-            spaced = line[token.start() - 1].isspace() or found != "-"  # 10-12 is a range
+            spaced = line[token.start() - 1].isspace() or found not in "-–"  # 10-12 is a range
             side.append(_OPERATORS[found] if spaced else "to")
         else:
             sides.append(side)

@@ -10,7 +10,7 @@
     prompt: "…\\n\\n{document}"       the user's message: {KEY} is the row's text under that key
     optional: [input]               keys without which, or with an empty text, their paragraph of the prompt is left out
     reference: summary              the key of the correct answer
-    id: id                          the key of the question's id (default: question_id, else the row's number from 0)
+    id: id                          the key of the question's id (default: question_id, prompt_id or id, else its place)
     unread: [text]                  further keys of the rows, which the prompt does not need
     score: rouge2                   accuracy, rouge2 or pass_at_1 (which reads `prompt`, `entry_point` and `test`)
     columns: {math: [algebra]}      categories that reports count together, by the name of their row
@@ -82,7 +82,7 @@ class Description:
         assert self.prompt is not None
         empty = {key for key in self.optional if row.get(key) in (None, "", [])}
         paragraphs = [part for part in self.prompt.split("\n\n") if not empty & set(_PLACEHOLDER.findall(part))]
-        return _PLACEHOLDER.sub(lambda found: _written(row[found[1]]), "\n\n".join(paragraphs))
+        return _PLACEHOLDER.sub(lambda found: written(row[found[1]]), "\n\n".join(paragraphs))
 
 
 @cache
@@ -173,7 +173,8 @@ def _check(path: Path, found: Description) -> None:
         raise ValueError(f"{path}: the score {found.score} needs reference, the key of the correct answer; add it")
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """A row's value in a prompt; of a list an entry a line."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -12,6 +12,9 @@ from typing import Any
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.evaluation.decoded import TurnRecord
 
+_NO_TEXT = ("hybrid", "chimera")
+"""Kinds that themselves carry over no text: a calibration, encodings of k-grams."""
+
 
 def carried_over(
     drafters: Mapping[str, Sequence[Drafter]], records: Sequence[TurnRecord], runs: int = 1
@@ -21,7 +24,7 @@ def carried_over(
     drafters         name → its copies that answered in each run
     runs             of the program that the answers come from: one for each process, and for each resume of it
     returns          {"runs", "drafters_per_run", "repeated_turns": {benchmark: turns whose prompt and answer had come
-                     before}}
+                     before}}; no repeated turns of one that keeps no text
     """
     found = {}
     for name, alike in drafters.items():
@@ -29,7 +32,8 @@ def carried_over(
             continue
         repeated: dict[str, int] = {}
         seen = set()
-        for record in records:
+        keeps_text = any(one.carries_over and one.kind not in _NO_TEXT for one in alike[0].members())
+        for record in records if keeps_text else ():
             if record.drafter == name:
                 text = record.prompt, tuple(record.generation.tokens)
                 repeated[record.benchmark] = repeated.get(record.benchmark, 0) + (text in seen)

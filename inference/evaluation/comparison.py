@@ -24,6 +24,8 @@ FIGURES = (
 )
 CHECKSUMS = "question_checksums"
 """The setting that holds the checksum of each benchmark's questions."""
+LOADED = "loaded_checksums"
+"""The setting that holds the checksum of what each drafter loaded."""
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"β": r"$\beta$", "γ": r"$\gamma$", "×": r"$\times$", "–": "--"}
 
@@ -123,30 +125,42 @@ def facts(report: Report) -> dict[str, str]:
     known |= {"target": target.get("path"), "parameters": target.get("parameters")}
     known |= {"dtype": target.get("dtype"), "device": target.get("device")}
     settings = report["settings"]
-    known |= {key: value for key, value in settings.items() if key not in ("drafters", "benchmarks", CHECKSUMS)}
+    known |= {key: value for key, value in settings.items() if key not in ("drafters", "benchmarks", CHECKSUMS, LOADED)}
     known |= {key: value for key, value in report["environment"].items() if key != "time"}
     for row in overall(report["results"]):
         checksum = (settings.get(CHECKSUMS) or {}).get(row["benchmark"])
         known[f"questions: {row['benchmark']}"] = row["questions"], *([checksum] if checksum else [])
+        known[f"{row['drafter']}: loaded"] = loaded(settings, row["drafter"])
     for drafter, options in report["options"].items():
         known |= {f"{drafter}: {name}": value for name, value in options.items()}
     return {key: setting(value) for key, value in known.items() if value is not None}
+
+
+def loaded(settings: Mapping[str, Any], drafter: str) -> str:
+    """The checksum of what a drafter loaded, or `nothing`; of an older report, which has none, its words."""
+    if LOADED in settings:
+        return str(settings[LOADED].get(drafter, "nothing"))
+    given = settings.get("drafters") or []
+    words = given.split() if isinstance(given, str) else given  # of a replay one text
+    named = [word for word in words if re.match(rf"{re.escape(drafter)}\W", word)]
+    return f"not noted ({named[0]})" if named else "nothing"
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def side_by_side(reports: Reports) -> Table:
-    """β, γ with its interval and losslessness of every benchmark and drafter, a group of columns for each report."""
+    """β, γ with its interval and losslessness of every benchmark and drafter, a group of columns for each report. A
+    drafter whose reports show it under several names, as exact and LOSSY, has all of them."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name, report in reports.items():
         for row in overall(report["results"]):
-            found.setdefault((row["benchmark"], shown_name(row)), {})[name] = row
+            found.setdefault((row["benchmark"], row["drafter"]), {})[name] = row
     benchmarks = list(dict.fromkeys(benchmark for benchmark, _ in found))
     rows = []
-    for (benchmark, drafter), own in sorted(found.items(), key=lambda one: benchmarks.index(one[0][0])):
+    for (benchmark, _), own in sorted(found.items(), key=lambda one: benchmarks.index(one[0][0])):
         cells = [cell for name in reports for cell in figures_of(own.get(name))]
-        rows.append([benchmark, drafter, *cells])
+        rows.append([benchmark, " / ".join(dict.fromkeys(map(shown_name, own.values()))), *cells])
     header = [f"{figure} {name}" for name in reports for figure in ("β", "γ", "lossless")]
     return Table("Side by side", ("benchmark", "drafter", *header), rows, 2)
 

@@ -66,6 +66,7 @@ class Evaluation:
     findings  drafter → its own statistics (`Drafter.findings`), where it has any
     options   drafter → every option with its value (`Drafter.settings`)
     kinds     drafter → its kind, whatever its name; those of its parts, joined by +, for a hybrid
+    depths    drafter → the most tokens of a path that it drafts
     carried_over  see `evaluation.carried_over`
     lossy     the drafters whose drafts were accepted by a rule that is not lossless
     """
@@ -78,6 +79,7 @@ class Evaluation:
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    depths: dict[str, int] = field(default_factory=dict)
     carried_over: dict[str, dict[str, Any]] = field(default_factory=dict)
     lossy: frozenset[str] = frozenset()
 
@@ -188,14 +190,15 @@ def scores_of(record: TurnRecord, benchmark: Benchmark) -> dict[str, float]:
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """The fields `sources`, `options` and `kinds` of an evaluation of these drafters."""
+    """The fields `sources`, `options`, `kinds` and `depths` of an evaluation of these drafters."""
     sources = {name: drafter.sources for name, drafter in drafters.items()}
     options = {name: drafter.settings() for name, drafter in drafters.items()}
     kinds = {
         name: "+".join(part.drafter.kind for part in getattr(drafter, "parts", ())) or drafter.kind
         for name, drafter in drafters.items()
     }
-    return {"sources": sources, "options": options, "kinds": kinds}
+    depths = {name: drafter.max_depth for name, drafter in drafters.items()}
+    return {"sources": sources, "options": options, "kinds": kinds, "depths": depths}
 
 
 def drafters_of(engines: Mapping[str, AnyEngine]) -> dict[str, list[Drafter]]:

@@ -89,6 +89,7 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
             for drafter, records in by_drafter.items():
                 row: dict[str, Any] = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
                 row |= {"kind": evaluation.kinds.get(drafter), "lossy": drafter in evaluation.lossy}
+                row |= {"max_depth": evaluation.depths.get(drafter)}
                 row |= result_row(records, *baselines, questions, evaluation.sources.get(drafter), seed)
                 row |= {"verify_cost": verify_cost(records, by_drafter.get(VANILLA, []))}
                 rows.append(row | usage_figures(records))

@@ -119,7 +119,7 @@ def recorded_turns(
         before = marks[:1]
         for turn, (text, recorded) in enumerate(zip(question.turns, answer.turns)):
             messages.append({"role": "user", "content": text})
-            tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens)
+            tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens, recorded.finish_reason)
             prompt = render(messages, question.extra) if render else list(before)
             which = name, index, question.question_id, question.category, turn
             yield TurnRecord(*which, "", tuple(prompt), recorded.text, Generation(tokens))
@@ -127,15 +127,15 @@ def recorded_turns(
             before += tokens
 
 
-def answer_tokens(tokenizer: Any, text: str, new_tokens: int) -> list[int]:
-    """Token ids of a recorded answer, with EOS where more tokens were counted than the text has.
+def answer_tokens(tokenizer: Any, text: str, new_tokens: int, finish_reason: str = "") -> list[int]:
+    """Token ids of a recorded answer, with EOS where it ended so; without a reason, where more were counted.
 
     Decoded text lacks EOS, recorded counts include it: a text of 12 tokens recorded as 13 ended with EOS, one recorded
-    as 12 was cut at the maximum length.
+    as 12 was cut at the maximum length. A text may have fewer tokens than were written, so a recorded reason decides.
     """
     ids: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    ended = new_tokens > len(ids) and tokenizer.eos_token_id is not None
-    return [*ids, tokenizer.eos_token_id] if ended else ids
+    ended = finish_reason == "eos" if finish_reason else new_tokens > len(ids)
+    return [*ids, tokenizer.eos_token_id] if ended and tokenizer.eos_token_id is not None else ids
 
 
 def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:

@@ -7,6 +7,7 @@ processes and the sizes of files (`code_runner`). Its process group is killed an
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -16,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 from draft_heads.data.text.benchmarks import CodeTask
 
@@ -27,7 +30,9 @@ _RUNNER = Path(__file__).with_name("code_runner.py")
 _UNLIMITED, _NOBODY = b"unlimited", 65534  # as in the runner, whose module must not be loaded here
 _COMPLETED, _FAILED, _UNENFORCED = "completed", "failed", "unenforced"
 _INDENT = "    "
-_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^[^\n`]*?(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_FUTURE = re.compile(r"^[ \t]*from __future__ import [\w, ]+$", re.MULTILINE)
+_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True)
@@ -50,33 +55,86 @@ def program_of(answer: str, task: CodeTask) -> str:
     """The program that ends without an error if the answer is right.
 
     An answer that has the function replaces the prompt from its `def` on, so that the prompt's imports and helpers are
-    kept; any other continues the prompt, as base models do.
+    kept; any other continues the prompt, as base models do. What does not compile after either is left out.
     """
     function = re.compile(rf"^(?:async )?def {re.escape(task.entry_point)}\b", re.MULTILINE)
-    code, asked = code_of(answer, function), function.search(task.prompt)
+    first = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(answer))  # Python wants them above all else
+    code, asked = code_of(_FUTURE.sub("", answer), function), function.search(task.prompt)
     if not function.search(code):
-        before, code = task.prompt, _continuation(task.prompt, code)
+        before, code = task.prompt, _continuation(task.prompt, code, function)
     else:
         before = task.prompt[: asked.start()] if asked else task.prompt
-    return f"{before}\n{code}\n\n{task.test}\n\ncheck({task.entry_point})\n"
+    return f"{first}{before}\n{code}\n\n{task.test}\n\ncheck({task.entry_point})\n"
 
 
 def code_of(answer: str, function: re.Pattern[str]) -> str:
-    """The first fenced block of an answer that defines the function, also one that is not closed; else the first block,
-    and the whole text if there is none."""
-    blocks = [textwrap.dedent(block) for block in _FENCED.findall(answer)]
-    return next((block for block in blocks if function.search(block)), blocks[0] if blocks else answer)
+    """The longest run of lines that compiles and gives the function a body, in the first fenced block that has one, or
+    else in the text; before it the imports and definitions of the other blocks. Without one the first block, or the
+    whole text. A block may lack its end."""
+    blocks = [textwrap.dedent(block) for _, block in _FENCED.findall(answer)]
+    for index, text in enumerate((*blocks, answer)):
+        lines = text.split("\n")
+        for at in (at for at, line in enumerate(lines) if function.match(line)):
+            for start in range(at + 1):
+                above = "\n".join([*lines[start:at], "def _(): 0"])  # decorators need a function
+                if lines[start].strip() and _wrong_line(above) is None and (run := _longest(lines[start:], function)):
+                    others = blocks[:index] + blocks[index + 1 :]
+                    return "".join(_definitions(block, function) for block in others) + run
+    return blocks[0] if blocks else answer
 
 
-def _continuation(prompt: str, code: str) -> str:
+def _continuation(prompt: str, code: str, function: re.Pattern[str]) -> str:
     """The body of the prompt's function, indented again where the answer lost that of its first line, or of all."""
-    if code[:1].isspace():
-        return code
-    for body in (_INDENT + code, textwrap.indent(code, _INDENT)):
-        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            compile(f"{prompt}\n{body}", "answer", "exec", dont_inherit=True)
-            return body
-    return code
+    code = re.sub(r"\A(?:[ \t]*\n)+", "", code)
+    bodies = (code, _INDENT + code.lstrip(), textwrap.indent(textwrap.dedent(code), _INDENT))
+    runs = [run for body in bodies if (run := _longest(body.split("\n"), function, f"{prompt}\n"))]
+    return max(runs, key=lambda run: run.count("\n"), default=code)
+
+
+def _longest(lines: list[str], function: re.Pattern[str], before: str = "") -> str | None:
+    """The longest prefix of the lines that compiles after `before` and gives the function a body."""
+    end = len(lines)
+    while end > 0:
+        wrong = _wrong_line(before + "\n".join(lines[:end]), function)
+        if wrong is None:
+            return "\n".join(lines[:end])
+        end = min(end - 1, wrong - 1 - before.count("\n"))
+    return None
+
+
+def _wrong_line(code: str, function: re.Pattern[str] | None = None) -> int | None:
+    """The line, from 1, at which code is no program or a word of prose, or gives the function no body (0: it has no
+    such function); None if all is well. Nothing is run."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(code)
+            compile(tree, "answer", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return getattr(error, "lineno", None) or 0
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call | ast.Constant):
+            return node.lineno  # `Done`
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            return node.lineno  # `Note: sorted`
+    if function is None:
+        return None
+    last = next((node for node in reversed(tree.body) if _is(node, function)), None)
+    if last is None:
+        return 0
+    texts = (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in last.body)
+    return last.lineno if all(text or isinstance(node, ast.Pass) for text, node in zip(texts, last.body)) else None
+
+
+def _is(node: ast.stmt, function: re.Pattern[str]) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and bool(function.match(f"def {node.name}"))
+
+
+def _definitions(block: str, function: re.Pattern[str]) -> str:
+    """The imports, functions and classes of a block but for the function."""
+    if _wrong_line(block) is not None:
+        return ""
+    nodes = (node for node in ast.parse(block).body if isinstance(node, _DEFINITIONS) and not _is(node, function))
+    return "".join(f"{ast.unparse(node)}\n" for node in nodes)
 
 
 @cache

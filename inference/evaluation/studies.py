@@ -38,6 +38,7 @@ import yaml
 from draft_heads.configs.yaml_files import read_yaml
 from draft_heads.data.text.benchmarks import Question, load_benchmark
 from draft_heads.heads.accuracy import TOP
+from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, VANILLA
 from draft_heads.inference.evaluation.report import markdown_table
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "studies"
@@ -262,11 +263,10 @@ def _check(path: Path, study: Study) -> None:
         raise ValueError(f"{path}: benchmark_settings has {unused[0]}, which no cell names; take it out")
     names = dict[tuple[str, ...], str]()
     for cell in (one for one in study.cells.values() if one.of_report):
-        place = cell.run, cell.benchmark, cell.drafter_name
-        if (other := names.setdefault(place, cell.drafter)) != cell.drafter:
-            raise ValueError(
-                f"{path}: {other!r} and {cell.drafter!r} have one name in a report, {cell.drafter_name}; change one"
-            )
+        name, drafter = cell.drafter_name, cell.drafter.replace("{head}", cell.head)
+        first = drafter if name not in (VANILLA, TRANSFORMERS) else name  # which reports have beside those of the study
+        if (other := names.setdefault((cell.run, cell.benchmark, name), first)) != drafter:
+            raise ValueError(f"{path}: {other!r} and {drafter!r} have one name in a report, {name}; change one")
     for (run,) in study.needed("run"):
         if run not in study.runs:
             raise ValueError(f"{path}: runs has no {run!r}; name it there")
@@ -315,11 +315,20 @@ def figure(results: Sequence[Mapping[str, Any]], cell: Cell) -> float | None:
             value: Any = row
             for word in cell.measure.split("."):
                 if isinstance(value, list):
-                    value = value[int(word)] if int(word) < len(value) else None
+                    value = value[int(word)] if int(word) < len(value) else _nothing_accepted(row, cell.measure)
                 elif value is not None:
                     value = value.get(word)
             return value
     return None
+
+
+def _nothing_accepted(row: Mapping[str, Any], measure: str) -> float | None:
+    """0 for a position of drafts after the last at which one was accepted; None where nothing was drafted, no step was
+    counted, or none reached the position."""
+    *_, of, position = measure.split(".")
+    histogram = row.get("accept_length_histogram") or []
+    drafted = bool(histogram) and int(position) < (row.get("max_depth") or 0)
+    return 0.0 if drafted and (of == "unconditional" or int(position) == len(histogram) - 1) else None
 
 
 def study_table(study: Study, measured: Mapping[tuple[str, str], float | None], target: str) -> str:

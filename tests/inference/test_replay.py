@@ -71,6 +71,17 @@ def test_eos_is_added_where_more_tokens_were_counted_than_the_text_has():
     assert answer_tokens(Letters(), "ab", 20) == [97, 98, 2]
 
 
+def test_a_recorded_reason_decides_whether_eos_is_added():
+    assert answer_tokens(Letters(), "ab", 3, "length") == answer_tokens(Letters(), "ab", 3, "stop") == [97, 98]
+    assert answer_tokens(Letters(), "ab", 2, "eos") == [97, 98, 2]
+    (key, answer), other = (
+        next(iter(ANSWERS.items())),
+        Answer(8, (AnsweredTurn("ef", 3, 3, 1.0, finish_reason="length"),)),
+    )
+    turns = recorded_turns("file", {key: answer, (None, 8): other}, match_questions(ANSWERS, None), Letters(), None)
+    assert [turn.generation.tokens for turn in turns] == [[97, 98, 2], [99, 100], [101, 102]]
+
+
 def test_prompts_are_the_conversation_so_far():
     asked = match_questions(ANSWERS, QUESTIONS)
     assert [question.question_id for question in asked] == [7, 8]

@@ -40,7 +40,7 @@ ROW_KEYS = {
     ),
     *("wall_seconds", "beta", "beta_ci95", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "rouge2", "pass_at_1", "over_transformers", "accepted_by_source"),
-    *("verify_cost", "peak_memory_bytes", "joules_per_token", "cut"),
+    *("verify_cost", "max_depth", "peak_memory_bytes", "joules_per_token", "cut"),
     *("acceptance_by_position", "beta_by_output_position", "beta_by_context_length", "beta_by_turn"),
 }
 

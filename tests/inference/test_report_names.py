@@ -27,10 +27,13 @@ ODD = ("[bold]", "[/x]", "a|b", "$x$ and $y$", "_hidden", ":smile:", "a`b", "new
 class StubDrafter(SimpleNamespace):
     """Says of itself what it is given."""
 
-    slots, __hash__ = 1, object.__hash__
+    slots, kind, parts, max_depth, __hash__ = 1, "", (), 4, object.__hash__
 
     def of_slot(self, slot):
         return self
+
+    def members(self):
+        return iter([self, *self.parts])
 
 
 class Drafting(StubEngine):
@@ -139,6 +142,12 @@ def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
         "8 copies of it shared the questions, each beginning with nothing (2 runs or processes, 4 s"
         in notes(several)[0]
     )
+    calibrated = StubDrafter(kind="hybrid", carries_over=True)
+    keeping = StubDrafter(kind="hybrid", carries_over=True, parts=[learner])
+    for drafter, repeated in ((calibrated, {}), (keeping, facts["repeated_turns"])):
+        of_hybrid = carried_over({"learns": [drafter]}, found.records)
+        assert of_hybrid == {"learns": {**facts, "repeated_turns": repeated}}
+        assert ("a known text" in notes(of_hybrid)[0]) == bool(repeated)
     report = build_report(found, TARGET, SETTINGS, 0)
     assert report["carried_over"] == found.carried_over
     assert note in markdown(report) and note in " ".join(printed(report, tmp_path).split())

@@ -9,6 +9,7 @@ import pytest
 from draft_heads.inference.evaluation.comparison import latex_text, short_names
 from draft_heads.inference.evaluation.report import build_report, write_json
 from draft_heads.scripts import compare
+from draft_heads.scripts.decoding_options import loaded_checksums
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, render
 
 FINGERPRINT = {"vocab_size": 96, "weights": "abc"}
@@ -76,6 +77,47 @@ def test_other_questions_of_the_same_name_and_number_are_told(folders, capsys, t
     assert (
         "| questions: bench | 3 | 3 0b |" in output_of([folders[0], str(tmp_path / "d")], capsys).out
     )  # of an older one
+
+
+def test_other_weights_of_a_drafter_are_told_and_another_place_is_not(capsys, tmp_path):
+    drafters = {
+        name: [f"fast=ctc:{tmp_path / name / 'head'}", "slow=ngram,k=3"] for name in ("here", "copy", "other", "old")
+    }
+    drafters["old"][0] = f"fast=draft_model:x,via=ctc:{tmp_path / 'old' / 'head'}"
+    for (name, words), weights in zip(drafters.items(), (b"1", b"1", b"2", b"1")):
+        (tmp_path / name / "head").mkdir(parents=True)
+        (tmp_path / name / "head" / "config.json").write_text('{"kind": "ctc"}')
+        (tmp_path / name / "head" / "model.safetensors").write_bytes(weights)
+        noted = {} if name == "old" else {"loaded_checksums": loaded_checksums(words)}
+        write_json(tmp_path / name / "report.json", report_of(drafters=words, **noted))
+    same, other, via = (loaded_checksums(drafters[name])["fast"] for name in ("here", "other", "old"))
+    apart = output_of([str(tmp_path / "here"), str(tmp_path / "other")], capsys).out
+    assert same != other and f"| fast: loaded | {same} | {other} |" in apart and "slow: loaded" not in apart
+    assert "The reports have the same" in output_of([str(tmp_path / "here"), str(tmp_path / "copy")], capsys).out
+    apart = output_of([str(tmp_path / "here"), str(tmp_path / "old")], capsys).out
+    assert f"| fast: loaded | {same} | not noted ({drafters['old'][0]}) |" in apart
+    (tmp_path / "old" / "head" / "model.safetensors").write_bytes(b"3")  # trained again in place
+    assert [*loaded_checksums(drafters["old"])] == ["fast"] and loaded_checksums(drafters["old"])["fast"] != via
+
+
+def test_one_drafter_has_one_row_whatever_its_reports_call_it(capsys, tmp_path):
+    reports = {"exact": report_of(), "lossy": report_of(), "old": report_of()}
+    for name in ("exact", "lossy"):
+        for row in reports[name]["results"]:
+            row |= {"kind": "ctc", "lossy": (name, row["drafter"]) == ("lossy", "fast")}
+    for row in reports["old"]["results"]:
+        del row["kind"], row["lossy"]
+    for name, report in reports.items():
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "report.json", report)
+    table = output_of([str(tmp_path / name) for name in reports], capsys).out
+    lines = [line for line in table.splitlines() if line.startswith("| bench | ")]
+    assert [line.split(" | ")[1] for line in lines] == [
+        "vanilla (ctc) / vanilla",
+        "fast (ctc) / fast (ctc, LOSSY) / fast",
+        "slow (ctc) / slow",
+    ]
+    assert all(line.count("4/4") == 3 for line in lines)
 
 
 def test_latex_rows_hold_no_commands_and_differences_are_comments(folders, capsys):

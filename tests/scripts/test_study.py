@@ -8,6 +8,7 @@ import pytest
 
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.data.text.known_benchmarks import SCORES
+from draft_heads.inference.evaluation.metrics import acceptance_by_position
 from draft_heads.inference.evaluation.studies import (
     FIGURES,
     Cell,
@@ -77,6 +78,19 @@ def test_a_figure_is_found_by_benchmark_category_drafter_and_path():
     assert figure(rows, Cell("at.0", "ngram", benchmark="other")) is None
 
 
+def test_a_position_at_which_nothing_was_accepted_has_0_and_one_that_was_not_drafted_none():
+    def shares(histogram, max_depth):
+        shown = {"max_depth": max_depth, "accept_length_histogram": histogram}
+        row = {"benchmark": "b", "category": None, "drafter": "ngram", **shown}
+        row["acceptance_by_position"] = acceptance_by_position(histogram)
+        cells = [[f"acceptance_by_position.{of}.{k}" for k in range(4)] for of in ("unconditional", "conditional")]
+        return [[figure([row], Cell(cell, "ngram", benchmark="b")) for cell in each] for each in cells]
+
+    assert shares([69], 3) == [[0, 0, 0, None], [0, None, None, None]]  # 69 steps accepted nothing
+    assert shares([1, 3], 3) == [[0.75, 0, 0, None], [0.75, 0, None, None]]
+    assert shares([], 3) == shares([69], 0) == shares([69], None) == [[None] * 4] * 2
+
+
 @pytest.mark.parametrize("name", known_studies())
 def test_every_study_of_the_project_can_be_read(name):
     study = read_study(name)
@@ -138,11 +152,19 @@ def test_numbers_of_the_papers_are_those_they_print():
         (("title: A table", "title: A table\nbenchmark_settings: {gsm8k: {}}"), "has gsm8k, which no cell names"),
         (("{medusa: medusa}", "{medusa: [medusa]}"), "heads has a name, .* received 'medusa': \\['medusa'\\]"),
         (("{drafter: vanilla}", '{drafter: "ngram,k:3"}'), "'ngram,k:3' and 'ngram,k=3' have one name in a report"),
+        (("medusa", "vanilla"), "'vanilla' and '{kind}:vanilla' have one name in a report, vanilla"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_what_is_wrong(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         read_study(write(tmp_path / "mine.yaml", STUDY, change))
+
+
+def test_heads_of_one_name_in_a_report_are_refused(tmp_path):
+    changes = [("{medusa: medusa}", "{m.a: medusa, m_a: hydra}"), ("Medusa: {head: medusa}", "Medusa: {head: m.a}")]
+    changes += [("rows:", "rows:\n  Hydra: {head: m_a}")]
+    with pytest.raises(ValueError, match=r"'{kind}:m_a' and '{kind}:m\.a' have one name in a report, m_a; change one"):
+        read_study(write(tmp_path / "mine.yaml", STUDY, *changes))
 
 
 def test_an_unknown_name_lists_the_known_ones():

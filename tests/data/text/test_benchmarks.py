@@ -57,6 +57,35 @@ def test_word_problems_and_code_prompts(tmp_path):
     )
 
 
+def test_every_form_has_its_id_under_the_same_keys(tmp_path):
+    forms = ({"turns": ["Hi"]}, {"question": "2+2?", "answer": "4"}, {"messages": [{"role": "user", "content": "Hi"}]})
+    for row in forms:
+        for key in ("question_id", "prompt_id", "id"):
+            file = write(tmp_path / "q.jsonl", row | {key: "a"}, row | {key: "b"})
+            assert [one.question_id for one in load_benchmark("q", file)] == ["a", "b"]
+    with pytest.raises(BenchmarkError, match="line 2: it has the id 'a' of line 1; ids must be unique: change one"):
+        load_benchmark("q", write(tmp_path / "q.jsonl", forms[0] | {"id": "a"}, forms[0] | {"id": "a"}))
+
+
+def test_a_reference_may_be_a_number_and_a_key_a_list(tmp_path):
+    row = {"question": "9+9?", "answer": 18}
+    assert load_benchmark("gsm8k", write(tmp_path / "g.jsonl", row))[0].reference == "18"
+    write(tmp_path / "c.jsonl", {"question": "Which?", "choices": ["a", 2], "answer_number": 2.5})
+    described = "source: c.jsonl\nkeys: [question, choices]\nreference: answer_number\nscore: accuracy\n"
+    (tmp_path / "c.yaml").write_text(described + 'prompt: "{question}\\n{choices}"')
+    (asked,) = load_benchmark("c", str(tmp_path / "c.yaml"))
+    assert (asked.turns, asked.reference, gsm8k_answer(asked.reference)) == (["Which?\na\n2"], "2.5", Decimal("2.5"))
+    for bad, found in (
+        ([], "list"),
+        ([{}], "list"),
+        (True, "bool 'True'; write a text or a list of texts or a number"),
+    ):
+        with pytest.raises(BenchmarkError, match=f"'answer' is a non-empty text, received {found}"):
+            load_benchmark("gsm8k", write(tmp_path / "g.jsonl", row | {"answer": bad}))
+    with pytest.raises(BenchmarkError, match="take it out, or name it under unread: of a YAML file"):
+        load_benchmark("gsm8k", write(tmp_path / "g.jsonl", row | {"persona": "x"}))
+
+
 def test_user_turns_of_conversations_are_asked(tmp_path):
     turns = [("gpt", "Hello."), ("human", "One?"), ("gpt", None), ("human", "Two?"), ("tool", "x")]
     sharegpt = {"id": "a", "conversations": [{"from": role, "value": text} for role, text in turns]}

@@ -1,0 +1,90 @@
+"""Right code passes in every form in which models write it, and code that returns nothing passes in none."""
+
+import re
+import textwrap
+
+import pytest
+
+from draft_heads.data.text.benchmarks import CodeTask
+from draft_heads.inference.evaluation.run_code import code_of, pass_at_1, program_of
+
+PROMPT = '''from typing import List
+
+
+def running(numbers: List[int]) -> List[int]:
+    """ Sums of all beginnings.
+    >>> running([1, 2])
+    [1, 3]
+    """
+'''
+BODY = """    total, sums = 0, []
+    for number in numbers:
+        total += number
+        sums.append(total)
+    return sums
+"""
+TASK = CodeTask(PROMPT, "running", "def check(candidate):\n    assert candidate([1, 2, 4]) == [1, 3, 7]\n")
+NEXT = '\n\ndef next_one(numbers: List[int]):\n    """ It is cut he'
+
+
+def forms_of(prompt: str, body: str) -> dict[str, str]:
+    """Name → answer, of a task's prompt and a body of its function."""
+    whole, indented = prompt + body, textwrap.indent(prompt + body, "  ")
+    return {
+        "the body": body,
+        "the body, its blanks lost": body.strip(),
+        "the body, one blank lost": body[1:],
+        "the body, all blanks lost": textwrap.dedent(body),
+        "the body, and the next function cut": body + NEXT,
+        "the fenced body after a blank line": f"```python\n\n{body}```",
+        "the function and a sentence": f"{whole}\nThis function does what was asked. It's short.",
+        "the function and a word": f"{whole}\nDone\n",
+        "a sentence and the function": f"Here is the function:\n\n{whole}",
+        "a word and the function": f"Solution\n\n{whole}",
+        "fenced": f"Here:\n```python\n{whole}```\nIt works.",
+        "fenced with an example that is cut": f"```python\n{whole}\n\nprint({whole.split('def ')[-1][:3]}(",
+        "fenced by tildes": f"~~~python\n{whole}~~~\nIt works.",
+        "fenced by four": f"````python\n{whole}````\nIt works.",
+        "a fence after text": f"Sure: ```python\n{whole}```",
+        "in a list": f"1. So:\n  ```python\n{indented}  ```\n2. Done.",
+        "imports in a block of their own": f"```\nimport math\nfrom typing import *\n```\nThen\n```\n{whole}```",
+        "the beginning, and then all": f"You gave\n```python\n{prompt}```\nso\n```python\n{whole}```",
+        "the beginning, and then all, unfenced": f"{prompt}\n\n{whole}",
+        "a future import": f"```python\nfrom __future__ import annotations\n{whole}```",
+        "a future import below another": f"import math\nfrom __future__ import annotations\n{whole}",
+    }
+
+
+FORMS = forms_of(PROMPT, BODY)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_right_code_passes_in_every_form(form):
+    namespace = {}
+    exec(program_of(FORMS[form], TASK).replace("check(running)", ""), namespace)
+    assert namespace["running"]([3, 4, 5]) == [3, 7, 12]
+
+
+def test_one_of_these_forms_passes_in_a_process_of_its_own_and_nothing_in_none():
+    assert pass_at_1(FORMS["the body, and the next function cut"], TASK) == 1.0
+    for form, answer in forms_of(PROMPT, "    return None\n").items():
+        namespace = {}
+        exec(program_of(answer, TASK).replace("check(running)", ""), namespace)
+        assert namespace["running"]([1, 2, 4]) is None, form
+
+
+def test_a_helper_in_its_own_block_is_kept_and_what_else_is_there_is_not():
+    blocks = [
+        "def add(a, b):\n    return a + b\n\nadd(open('x'))",
+        "import os\nimport sys",
+        f"{PROMPT}    return add(1, 2)\n",
+    ]
+    answer = "\n".join(f"```\n{block}\n```" for block in blocks)
+    namespace = {}
+    exec(program_of(answer, TASK).replace("check(running)", ""), namespace)
+    assert namespace["running"]([]) == 3 and "os" in namespace
+
+
+def test_an_answer_of_many_lines_is_read_in_time():
+    answer = "\n".join(["It is so, as one sees."] * 1000 + [PROMPT + BODY] + ["And then, one sees it again."] * 1000)
+    assert code_of(answer, re.compile("^def running", re.MULTILINE)).rstrip() == (PROMPT + BODY).rstrip()
