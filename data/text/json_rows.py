@@ -35,6 +35,7 @@ _FOLDER_FORMATS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON")
 _FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow", "zip", "tar")}
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
 """The files of a dataset folder that may hold rows, by ending, and names that `datasets` knows to hold none."""
+_REMEDY = "; give a .json or .jsonl file, a saved dataset, or the id of one on the hub"
 
 
 class MalformedJson(ValueError):
@@ -231,10 +232,7 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
         except (datasets.exceptions.DatasetsError, FileNotFoundError) as error:
             found = "folder" if Path(source).is_dir() else "hub id"
             reason = str(error.__cause__ or error).splitlines()[0]
-            raise ValueError(
-                f"{source} is no {found} with rows of one form ({reason}); give a .json or .jsonl "
-                "file, a saved dataset, or the id of one on the hub"
-            ) from error
+            raise ValueError(f"{source} is no {found} with rows of one form ({reason}){_REMEDY}") from error
     if isinstance(loaded, dict):  # as DatasetDict is
         split = split or ("test" if "test" in loaded else next(iter(loaded)))
         if split not in loaded:
@@ -254,13 +252,22 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
 class _Files:
     """The JSON or CSV files of one split."""
 
+    folder: str
     paths: list[Path]
     csv_options: dict[str, Any]  # of `pandas.read_csv`; what README.md says of the files is among them
 
     def __iter__(self) -> Iterator[Any]:
         for path in self.paths:
             if path.stat().st_size:
-                yield from _json_records(path) if _format_of(path) == "JSON" else self._csv_records(path)
+                yield from self._json_records(path) if _format_of(path) == "JSON" else self._csv_records(path)
+
+    def _json_records(self, path: Path) -> Iterator[Any]:
+        for place, record in _local_rows(path):
+            if isinstance(record, MalformedJson):
+                raise ValueError(
+                    f"{self.folder} is no folder with rows of one form ({path}, {place}: {record}){_REMEDY}"
+                )
+            yield record
 
     def _csv_records(self, path: Path) -> Iterator[dict[str, str]]:
         import pandas
@@ -275,13 +282,6 @@ class _Files:
             ) from None
 
 
-def _json_records(path: Path) -> Iterator[Any]:
-    for place, record in _local_rows(path):
-        if isinstance(record, MalformedJson):
-            raise ValueError(f"{path}, {place}: {record}")
-        yield record
-
-
 def _files_of_text(source: str, config: str | None) -> dict[str, Any] | None:
     """The files of each split of a folder of JSON or CSV, of whose texts `datasets` would make dates or None."""
     import datasets
@@ -294,7 +294,7 @@ def _files_of_text(source: str, config: str | None) -> dict[str, Any] | None:
     if not readable or getattr(chosen, "field", None) is not None:
         return None
     options = getattr(chosen, "pd_read_csv_kwargs", {})
-    return {split: _Files(paths, options) for split, paths in found.items()}
+    return {split: _Files(source, paths, options) for split, paths in found.items()}
 
 
 def _check_folder(source: str) -> None:

@@ -45,10 +45,7 @@ class StubRenderer:
     def sound_part(self, messages, skip_bad_rows, extra):
         return messages, None
 
-    def check_read(self, messages, extra):
-        pass
-
-    def text(self, messages, extra):
+    def checked_text(self, messages, extra):
         return messages[0]["content"]
 
 

@@ -83,7 +83,7 @@ def generated(distil, tmp_path_factory):
 def check_combination(kind, seed, generated, tmp_path, monkeypatch):
     monkeypatch.setattr("draft_heads.train.run.save_loss_plot", lambda *_: None)  # takes as long as a run
     rng, output = random.Random(f"{kind} {seed}"), tmp_path / "run"
-    for attempt in range(40):
+    for attempt in range(100):
         words = draw(kind, rng)
         folder = output / str(attempt)
         given = ["--target", TARGET, "--dataset", generated, "--output_dir", str(folder), *ALWAYS.split(), *words]
@@ -94,7 +94,7 @@ def check_combination(kind, seed, generated, tmp_path, monkeypatch):
         assert reason.startswith((f"{kind}.py: ", "error: ")) and "--" in reason, (words, told)
         assert " parameters for " not in told, (words, told)  # refused before, not after
     else:
-        pytest.fail(f"40 combinations were refused, the last by: {reason}")
+        pytest.fail(f"100 combinations were refused, the last by: {reason}")
     parse_options(head_classes(kind)[1], ["--config", str(folder / "recipe.yaml")])
     provenance = json.loads((folder / "head" / "provenance.json").read_text())
     options = provenance["options"]
