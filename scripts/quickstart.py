@@ -1,4 +1,4 @@
-"""The whole job on the embedded target: distil → train heads → decode → report. Offline, seven to nine minutes.
+"""The whole job on the embedded target: distil → train heads → decode → report. Offline, seven to ten minutes.
 
     python scripts/quickstart.py --output runs/quickstart
 

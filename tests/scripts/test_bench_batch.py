@@ -1,0 +1,45 @@
+"""The bench of batches: the answers of every size are those of decoding alone, and a figure is what it says."""
+
+import pytest
+
+from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts.bench import batch
+from draft_heads.scripts.bench.decode import prompts
+from draft_heads.scripts.decoding_options import drafter_specs
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.from_pretrained("data/tiny_target", "float32", "cpu")
+
+
+def test_every_size_gives_the_answers_and_beta_of_decoding_alone(target):
+    texts = prompts(target, 3, 0)
+    rows = batch.measure(target, drafter_specs(["ngram"]), [1, 2], 8, texts, TOKENS, 1)
+    assert [(row["drafter"], row["batch_size"]) for row in rows] == [
+        *(("vanilla", 1), ("ngram", 1), ("vanilla", 2), ("ngram", 2))
+    ]
+    engine = DecodingEngine(target, VanillaDrafter())
+    plain = [engine.generate(text, GenerationSettings(TOKENS)) for text in texts]
+    assert rows[0]["beta"] == sum(len(answer.tokens) for answer in plain) / sum(a.target_steps for a in plain) == 1
+    assert rows[1]["beta"] == rows[3]["beta"] >= 1
+    assert [row["gamma"] for row in rows if row["drafter"] == "vanilla"] == [1, 1]
+    assert rows[0]["over_plain_alone"] == 1 and all(0 <= row["draft_share"] < 1 for row in rows)
+
+
+def test_an_answer_that_depends_on_the_batch_stops_it(target, monkeypatch):
+    run = batch.CountedBatches.run
+
+    def last_token_lost(engine, texts, settings):
+        run(engine, texts, settings)
+        if engine.size == 2:
+            engine.answers[0] = engine.answers[0][:-1]
+
+    monkeypatch.setattr(batch.CountedBatches, "run", last_token_lost)
+    with pytest.raises(AssertionError, match="vanilla at 2 texts at once gave other answers than vanilla at 1"):
+        batch.measure(target, drafter_specs([]), [1, 2], 8, prompts(target, 2, 0), TOKENS, 1)
