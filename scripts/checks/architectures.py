@@ -133,6 +133,8 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 TRAINED = dict(head_variants().values())
 """Settings of the heads that are trained for a few steps: the last variant of each kind."""
 
+HEADER = "| architectures | float64 | float32 | forward |\n| --- | --- | --- | --- |"
+
 
 def make_model(name: str, folder: Path) -> None:
     """Save a small model of the architecture, random weights in float32, with a tokenizer."""
@@ -227,7 +229,8 @@ def check(
     try:
         target = Target.from_pretrained(str(folder), dtype, "cpu")
     except ValueError as error:
-        sentence = str(error).replace(str(folder), name.split(",")[0])
+        sentence = str(error).replace(f"{folder} ({name.split(',')[0]})", "it")
+        sentence = sentence.replace(f"{folder}'s", "its").replace(str(folder), "it")
         return f"refused: {sentence}", "", not re.search("failed a trial|differ", sentence)
     settings = GenerationSettings(max_new_tokens=new_tokens, eos_token_ids=())
     prompts = [[1 + (7 * i + 31 * seed) % (VOCABULARY - 1) for i in range(20 + seed)] for seed in range(count)]
@@ -247,14 +250,14 @@ def check(
 
 
 def check_all(names: Sequence[str], count: int = 2, heads: Sequence[str] = tuple(HEADS)) -> Iterator[tuple[str, bool]]:
-    """A row of the table for each architecture, and whether it holds; heads are trained in float32."""
+    """What each architecture gives, as cells of the table, and whether it holds; heads are trained in float32."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             make_model(name, Path(folder))
             precisions = {torch.float64: (), torch.float32: heads}
             cells = [check(name, Path(folder), dtype, count, kinds) for dtype, kinds in precisions.items()]
         refused = cells[0][0] == cells[1][0] and cells[0][0].startswith("refused")
-        row = f"| {name} | {cells[0][0]} | {'refused' if refused else cells[1][0]} | {cells[0][1]} |"
+        row = f"{cells[0][0]} | {'refused' if refused else cells[1][0]} | {cells[0][1]} |"
         yield row, all(holds for _, _, holds in cells)
 
 
@@ -267,15 +270,16 @@ def main() -> bool:
     args = parser.parse_args()
     if unknown := set(args.names) - set(known):
         raise ValueError(f"{', '.join(sorted(unknown))} is no row of the table; those are {'; '.join(known)}")
-    lines = ["| architecture | float64 | float32 | forward |", "| --- | --- | --- | --- |"]
+    alike: dict[str, list[str]] = {}
     holds = True
-    for row, sound in check_all(args.names, args.prompts):
-        lines.append(row)
+    for name, (row, sound) in zip(args.names, check_all(args.names, args.prompts)):
+        alike.setdefault(row, []).append(name)
         holds &= sound
-        print(row, flush=True)
+        print(f"| {name} | {row}", flush=True)
     if args.write:
-        prose, _, _ = args.write.read_text().partition("| architecture |")
-        args.write.write_text(prose + "\n".join(lines) + "\n")
+        prose, header, _ = args.write.read_text().partition(HEADER)
+        rows = [f"| {'; '.join(names)} | {row}" for row, names in alike.items()]
+        args.write.write_text("\n".join([prose + header, *rows, ""]))
     return holds
 
 
