@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,11 +277,13 @@ def loaded_by(drafter: str) -> dict[str, Any]:
     return {path: content_of(path) for path in paths if path}
 
 
-def loaded_checksums(drafters: Iterable[str]) -> dict[str, str]:
-    """Name of a drafter → 16 hex digits that change with what it loads, and not with the place; none of nothing."""
-    contents = {re.split("[=,]", drafter)[0]: [*loaded_by(drafter).values()] for drafter in drafters}
+def loaded_checksums(loaded: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Name of a drafter → 16 hex digits that change with what it loads, and not with the place; none of nothing.
+
+    loaded: the drafters' words → `loaded_by`
+    """
     return {
-        name: hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-        for name, content in contents.items()
-        if content
+        re.split("[=,]", drafter)[0]: hashlib.sha256(json.dumps([*contents.values()]).encode()).hexdigest()[:16]
+        for drafter, contents in loaded.items()
+        if contents
     }

@@ -162,7 +162,7 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
         "settings": described["settings"] | {"threads": options.threads},
         "environment": machine,
         "drafters": options.drafters,
-        "files": {path: content for drafter in options.drafters for path, content in loaded_by(drafter).items()},
+        "files": {drafter: loaded_by(drafter) for drafter in options.drafters},
         "questions": list(checksums(benchmarks).items()),
     }
 
@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> None:
     samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
     described = describe_run(options, target)
     described["settings"] |= {"benchmarks": options.benchmarks, CHECKSUMS: checksums(benchmarks)}
-    described["settings"] |= {LOADED: loaded_checksums(options.drafters)}
+    described["settings"] |= {LOADED: loaded_checksums(parts.settings["files"])}
     report = build_report(evaluation, **described, **facts, samples=samples)
     show_report(console, options.output, report)
     parts.clear()

@@ -37,6 +37,7 @@ from draft_heads.scripts.decoding_options import (
     answered_questions,
     check_positive,
     distinct_specs,
+    loaded_by,
     loaded_checksums,
     script_parser,
 )
@@ -69,7 +70,8 @@ def run(options: argparse.Namespace) -> None:
     files["answers_checksum"] = checksum(options.answers)
     given = {name: getattr(options, name) for name in ("tokenizer", "chat_template", "max_nodes", "limit")}
     given |= {CHECKSUMS: {name: questions_checksum(questions)}} if options.questions else {}
-    given |= {"drafters": " ".join(options.drafters), LOADED: loaded_checksums(options.drafters)}
+    loaded = {drafter: loaded_by(drafter) for drafter in options.drafters}
+    given |= {"drafters": " ".join(options.drafters), LOADED: loaded_checksums(loaded)}
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
     show_report(console, options.output, build_report(evaluation, None, settings, 0, shlex.join(["python", *sys.argv])))
 

@@ -59,6 +59,7 @@ class Drafter(ABC):
     extends_paths  it can continue any path: it has `table`, n-grams of the text, and `read(tokens)`
     proposes_levels  it has `propose_levels()`, one distribution per depth, from which a hybrid builds its tree
     carries_over   what it keeps of earlier texts changes its drafts or its time for the next: β and γ depend on those
+    keeps_text     where it carries over, it is text, so that one that comes again is known to it
     sources        names of the draft sources, indexed by `DraftTree.source`
     target_layers  layers of the target whose outputs it reads beside the hidden states (`VerifiedStep.aux_hidden`)
 
@@ -84,6 +85,7 @@ class Drafter(ABC):
     extends_paths: bool = False
     proposes_levels: bool = False
     carries_over: bool = False
+    keeps_text: bool = True
     sources: tuple[str, ...] = ("draft",)
     slots: int = 1
     options: DrafterOptions = DrafterOptions()

@@ -12,9 +12,6 @@ from typing import Any
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.evaluation.decoded import TurnRecord
 
-_NO_TEXT = ("hybrid", "chimera")
-"""Kinds that themselves carry over no text: a calibration, encodings of k-grams."""
-
 
 def carried_over(
     drafters: Mapping[str, Sequence[Drafter]], records: Sequence[TurnRecord], runs: int = 1
@@ -32,7 +29,7 @@ def carried_over(
             continue
         repeated: dict[str, int] = {}
         seen = set()
-        keeps_text = any(one.carries_over and one.kind not in _NO_TEXT for one in alike[0].members())
+        keeps_text = any(one.carries_over and one.keeps_text for one in alike[0].members())
         for record in records if keeps_text else ():
             if record.drafter == name:
                 text = record.prompt, tuple(record.generation.tokens)

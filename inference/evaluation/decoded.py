@@ -133,6 +133,7 @@ class DecodedFolder:
         self.folder = output / "parts"
         self._groups: dict[Group, DecodedGroup] = {}  # those read or written by this process
         self._lock: TextIO | None = None  # held from `begin` on
+        self.settings: dict[str, Any] = {}  # of the run that this process began
 
     def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
         """Start a run, or resume one of the same settings; ValueError naming what differs for another run's groups, and
@@ -141,7 +142,7 @@ class DecodedFolder:
         Groups without run.json, which goes last, are what is left of another run.
         """
         known = self.folder / "run.json"
-        wanted = json.loads(json.dumps(settings))
+        self.settings = wanted = json.loads(json.dumps(settings))
         self._lock = lock_folder(self.folder, "--output")
         changed = list[str]()
         if overwrite:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
@@ -24,35 +24,36 @@ from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.bench.decode import in_turn, prompts
 from draft_heads.scripts.decoding_options import check_positive, drafter_specs, load_target, target_parser
 
-Arm = tuple[str, int]
-"""The name of a drafter and a batch size."""
-
 
 class CountedBatches:
-    """A batch engine whose runs note what they gave: tokens, target steps, seconds of drafting, drafts."""
+    """A batch engine whose runs note their answers, and of each round a draft's seconds and drafting's share."""
 
     def __init__(self, target: Target, spec: DrafterSpec, nodes: int, size: int) -> None:
         drafter = build_drafter(spec, target, nodes, size)
         self._engine, self._propose, self.size = BatchEngine(target, drafter), drafter.propose, size
         drafter.propose = self._counted  # type: ignore[method-assign]
         self.answers: list[list[int]] = []
-        self.beta, self._drafts = 0.0, 0
-        self.draft_seconds: list[float] = []  # of a draft, the mean of each round
+        self.beta, self.drafts = 0.0, 0
+        self.draft_seconds: list[float] = []
+        self.shares: list[float] = []
 
-    def _counted(self) -> Any:
-        self._drafts += 1
+    def _counted(self) -> DraftTree:
+        self.drafts += 1
         return self._propose()
 
     def run(self, texts: list[list[int]], settings: GenerationSettings) -> None:
-        self._drafts = 0
+        """Answer all texts."""
+        self.drafts = 0
         answers = self._engine.generate(texts, settings)
         self.answers = [answer.tokens for answer in answers]
         self.beta = sum(map(len, self.answers)) / sum(answer.target_steps for answer in answers)
-        self.draft_seconds.append(sum(answer.seconds["draft"] for answer in answers) / self._drafts)
-        self.share = sum(a.seconds["draft"] for a in answers) / sum(a.seconds["total"] for a in answers)
+        drafting, total = (sum(answer.seconds[part] for answer in answers) for part in ("draft", "total"))
+        self.draft_seconds.append(drafting / self.drafts)
+        self.shares.append(drafting / total)
 
 
 def measure(
@@ -67,28 +68,29 @@ def measure(
     """A row for every size and drafter; AssertionError if an answer depends on either."""
     settings = GenerationSettings(tokens)
     engines = {(spec.name, size): CountedBatches(target, spec, nodes, size) for size in sizes for spec in specs}
-    keys = {f"{name} {size}": (name, size) for name, size in engines}
-    runs: dict[str, Callable[[], None]] = {
-        key: lambda one=engines[arm]: one.run(texts, settings)  # type: ignore[misc]
-        for key, arm in keys.items()
-    }
-    taken: dict[Arm, list[float]] = {keys[key]: times for key, times in in_turn(runs, rounds, target.device).items()}
-    alone = engines["vanilla", sizes[0]].answers
+    runs = {f"{name} {size}": partial(engine.run, texts, settings) for (name, size), engine in engines.items()}
+    taken = dict(zip(engines, in_turn(runs, rounds, target.device).values()))
+
+    def median(over: list[float], under: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(over, under))
+
+    alone = "vanilla", sizes[0]
     rows = []
     for (name, size), engine in engines.items():
-        if engine.answers != alone:
+        if engine.answers != engines[alone].answers:
             raise AssertionError(f"{name} at {size} texts at once gave other answers than vanilla at {sizes[0]}")
-        times, plain, first = taken[name, size], taken["vanilla", size], taken["vanilla", sizes[0]]
-        own, one = engine.draft_seconds[1:], engines[name, sizes[0]].draft_seconds[1:]  # without the warm-up
+        times, first = taken[name, size], engines[name, sizes[0]]
         rows.append(
             {
                 "drafter": name,
                 "batch_size": size,
                 "beta": engine.beta,
-                "gamma": statistics.median(a / b for a, b in zip(plain, times)),
-                "over_plain_alone": statistics.median(a / b for a, b in zip(first, times)),
-                "draft_share": engine.share,
-                "draft_over_first_size": statistics.median(a / b for a, b in zip(own, one)) if all(one) else 1.0,
+                "gamma": median(taken["vanilla", size], times),
+                "over_plain_alone": median(taken[alone], times),
+                "draft_share": statistics.median(engine.shares[1:]),  # without the warm-up
+                "draft_over_first_size": median(engine.draft_seconds[1:], first.draft_seconds[1:])
+                if all(first.draft_seconds)
+                else 1.0,  # the plain loop drafts nothing
             }
         )
     return rows

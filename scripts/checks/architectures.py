@@ -230,7 +230,7 @@ def check(
         target = Target.from_pretrained(str(folder), dtype, "cpu")
     except ValueError as error:
         sentence = str(error).replace(f"{folder} ({name.split(',')[0]})", "it")
-        sentence = sentence.replace(f"{folder}'s", "its").replace(str(folder), "it")
+        sentence = sentence.replace(str(folder), "it")
         return f"refused: {sentence}", "", not re.search("failed a trial|differ", sentence)
     settings = GenerationSettings(max_new_tokens=new_tokens, eos_token_ids=())
     prompts = [[1 + (7 * i + 31 * seed) % (VOCABULARY - 1) for i in range(20 + seed)] for seed in range(count)]
@@ -277,9 +277,9 @@ def main() -> bool:
         holds &= sound
         print(f"| {name} | {row}", flush=True)
     if args.write:
-        prose, header, _ = args.write.read_text().partition(HEADER)
+        prose, _, _ = args.write.read_text().partition(HEADER)
         rows = [f"| {'; '.join(names)} | {row}" for row, names in alike.items()]
-        args.write.write_text("\n".join([prose + header, *rows, ""]))
+        args.write.write_text("\n".join([prose + HEADER, *rows, ""]))
     return holds
 
 

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from draft_heads.data.common.console import plain_console
+from draft_heads.inference.drafters.heads.chimera import ChimeraDrafter
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.answer_files import write_answers
 from draft_heads.inference.evaluation.carried_over import carried_over, notes
@@ -27,7 +30,7 @@ ODD = ("[bold]", "[/x]", "a|b", "$x$ and $y$", "_hidden", ":smile:", "a`b", "new
 class StubDrafter(SimpleNamespace):
     """Says of itself what it is given."""
 
-    slots, kind, parts, max_depth, __hash__ = 1, "", (), 4, object.__hash__
+    slots, kind, parts, max_depth, keeps_text, __hash__ = 1, "", (), 4, True, object.__hash__
 
     def of_slot(self, slot):
         return self
@@ -142,8 +145,9 @@ def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
         "8 copies of it shared the questions, each beginning with nothing (2 runs or processes, 4 s"
         in notes(several)[0]
     )
-    calibrated = StubDrafter(kind="hybrid", carries_over=True)
-    keeping = StubDrafter(kind="hybrid", carries_over=True, parts=[learner])
+    hybrid = {"carries_over": True, "keeps_text": HybridDrafter.keeps_text}
+    calibrated, keeping = StubDrafter(**hybrid), StubDrafter(**hybrid, parts=[learner])
+    assert NgramDrafter.keeps_text and not ChimeraDrafter.keeps_text
     for drafter, repeated in ((calibrated, {}), (keeping, facts["repeated_turns"])):
         of_hybrid = carried_over({"learns": [drafter]}, found.records)
         assert of_hybrid == {"learns": {**facts, "repeated_turns": repeated}}

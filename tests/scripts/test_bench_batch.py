@@ -3,6 +3,7 @@
 import pytest
 
 from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.registry import build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
@@ -43,3 +44,15 @@ def test_an_answer_that_depends_on_the_batch_stops_it(target, monkeypatch):
     monkeypatch.setattr(batch.CountedBatches, "run", last_token_lost)
     with pytest.raises(AssertionError, match="vanilla at 2 texts at once gave other answers than vanilla at 1"):
         batch.measure(target, drafter_specs([]), [1, 2], 8, prompts(target, 2, 0), TOKENS, 1)
+
+
+def test_drafts_are_counted_and_their_time_shared(target):
+    (_, spec), texts, settings = drafter_specs(["ngram"]), prompts(target, 3, 0), GenerationSettings(TOKENS)
+    engine = DecodingEngine(target, build_drafter(spec, target, 8))
+    steps = [engine.generate(text, settings).target_steps for text in texts]
+    alone, together = (batch.CountedBatches(target, spec, 8, size) for size in (1, 3))
+    for counted in (alone, together):
+        counted.run(texts, settings)
+    assert alone.drafts == sum(steps) - len(texts)  # the first step of an answer is its prefill
+    assert together.drafts == max(steps) - 1
+    assert 0 < alone.shares[0] < 1 and alone.draft_seconds[0] > 0

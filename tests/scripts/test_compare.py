@@ -9,7 +9,7 @@ import pytest
 from draft_heads.inference.evaluation.comparison import latex_text, short_names
 from draft_heads.inference.evaluation.report import build_report, write_json
 from draft_heads.scripts import compare
-from draft_heads.scripts.decoding_options import loaded_checksums
+from draft_heads.scripts.decoding_options import loaded_by, loaded_checksums
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, render
 
 FINGERPRINT = {"vocab_size": 96, "weights": "abc"}
@@ -79,6 +79,10 @@ def test_other_questions_of_the_same_name_and_number_are_told(folders, capsys, t
     )  # of an older one
 
 
+def checksums_of(words):
+    return loaded_checksums({drafter: loaded_by(drafter) for drafter in words})
+
+
 def test_other_weights_of_a_drafter_are_told_and_another_place_is_not(capsys, tmp_path):
     drafters = {
         name: [f"fast=ctc:{tmp_path / name / 'head'}", "slow=ngram,k=3"] for name in ("here", "copy", "other", "old")
@@ -88,16 +92,16 @@ def test_other_weights_of_a_drafter_are_told_and_another_place_is_not(capsys, tm
         (tmp_path / name / "head").mkdir(parents=True)
         (tmp_path / name / "head" / "config.json").write_text('{"kind": "ctc"}')
         (tmp_path / name / "head" / "model.safetensors").write_bytes(weights)
-        noted = {} if name == "old" else {"loaded_checksums": loaded_checksums(words)}
+        noted = {} if name == "old" else {"loaded_checksums": checksums_of(words)}
         write_json(tmp_path / name / "report.json", report_of(drafters=words, **noted))
-    same, other, via = (loaded_checksums(drafters[name])["fast"] for name in ("here", "other", "old"))
+    same, other, via = (checksums_of(drafters[name])["fast"] for name in ("here", "other", "old"))
     apart = output_of([str(tmp_path / "here"), str(tmp_path / "other")], capsys).out
     assert same != other and f"| fast: loaded | {same} | {other} |" in apart and "slow: loaded" not in apart
     assert "The reports have the same" in output_of([str(tmp_path / "here"), str(tmp_path / "copy")], capsys).out
     apart = output_of([str(tmp_path / "here"), str(tmp_path / "old")], capsys).out
     assert f"| fast: loaded | {same} | not noted ({drafters['old'][0]}) |" in apart
     (tmp_path / "old" / "head" / "model.safetensors").write_bytes(b"3")  # trained again in place
-    assert [*loaded_checksums(drafters["old"])] == ["fast"] and loaded_checksums(drafters["old"])["fast"] != via
+    assert [*checksums_of(drafters["old"])] == ["fast"] and checksums_of(drafters["old"])["fast"] != via
 
 
 def test_one_drafter_has_one_row_whatever_its_reports_call_it(capsys, tmp_path):

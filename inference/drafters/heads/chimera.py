@@ -87,6 +87,7 @@ class ChimeraDrafter(HeadDrafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
     kind = "chimera"
+    keeps_text = False  # encodings of k-grams
     reads_lm_head = True
     title = "level by level, each node with the k-gram that ends at it"
     options_type = ChimeraOptions

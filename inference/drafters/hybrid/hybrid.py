@@ -112,7 +112,7 @@ class HybridDrafter(Drafter):
 
     kind = "hybrid"
     on_device = False  # trees are merged on the host
-    carries_over = True  # the calibration
+    carries_over, keeps_text = True, False  # the calibration
     title = "one tree of several drafters"
     options_type = HybridOptions
     options: HybridOptions
