@@ -248,8 +248,8 @@ class FusedDecoder:
             # queries that share a key head become rows of one product, so keys are not repeated
             queries = _scaled(queries, layer.query_scale).reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
             attended = attention(layer.layer_type, queries, keys, values)
-            attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
-            added = layer.output(attended)
+            by_head = attended.unflatten(2, (repeat, rows))  # [B, G, N/G, R, D]
+            added = layer.output(by_head.permute(0, 3, 1, 2, 4).reshape(batch, rows, -1))
             states = states + _scaled(after_attention(added) if after_attention else added, layer.residual_scale)
             gate, up = layer.gate_up(before_mlp(states) if before_mlp else states).chunk(2, dim=-1)
             added = layer.down(layer.activation(gate) * up)

@@ -83,7 +83,7 @@ def _sampled(parameter: Tensor) -> NDArray[np.float32]:
 
 
 def merge_weights(target: Target) -> None:
-    """Give the target its fused forward; where that answers differently than the modules, none, and a line says so."""
+    """Give the target its fused forward; where that fails or answers otherwise than the modules, none, with a warning."""
     fits = False
     try:
         with torch.inference_mode(False):  # the model's weights become parts of merged ones
@@ -91,7 +91,7 @@ def merge_weights(target: Target) -> None:
             probe(target)
         fits = True
     except ValueError as error:
-        logger.info("%s runs through its modules: %s", target.name, error)
+        logger.warning("%s decodes more slowly, through its modules and without CUDA graphs: %s", target.name, error)
         target.modules_only = True
     finally:
         if not fits:

@@ -51,6 +51,12 @@ def build(target: Target, words: str, nodes: int) -> Drafter:
     return made.build(DrafterSpec.parse("drafter=" + words.format(nodes=nodes, columns=min(nodes, 8))))
 
 
+def check_fused(target: Target) -> None:
+    """ValueError if a target that the fused forward serves runs through its modules: here, on this device."""
+    if target.forward_kind != "fused":
+        raise ValueError(f"{target.name} must run through the fused forward; a warning above says why it does not")
+
+
 class OnDevice(TorchDispatchMode):
     """Collects the operations that have a tensor on another device than this one."""
 
@@ -70,11 +76,12 @@ def correctness(
 ) -> dict[str, Any]:
     """Counts of answers over a small random target: graphs on and off must both give `generate`'s.
 
-    In half precision near ties may differ.
+    In half precision near ties may differ. ValueError if the fused forward, which graphs need, does not serve it.
     """
     found: dict[str, Any] = {}
     torch.manual_seed(0)
     target = Target(RANDOM_TARGETS[name]().to(device, dtype), name=name)
+    check_fused(target)
     texts, settings = make_prompts(target, 4), GenerationSettings(48, eos_token_ids=())
     oracle = Oracle(target, settings)
     for words in ("vanilla", *drafters):

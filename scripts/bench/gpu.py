@@ -44,7 +44,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, correctness, recipe_head
+from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, check_fused, correctness, recipe_head
 from draft_heads.scripts.bench.decode import (
     FullTrees,
     ScriptedAcceptance,
@@ -134,6 +134,7 @@ class StepTimer:
     def plain_step(self) -> dict[str, Any]:
         """Milliseconds of a plain step, and the time its weights take to read over that."""
         target = self.target
+        check_fused(target)
         self.run(self.plain)
         seconds = statistics.median(self.run(self.plain)[0] for _ in range(2 * self.args.repeats))
         read = sum(p.numel() * p.element_size() for p in target.decoder.parameters())
@@ -144,7 +145,6 @@ class StepTimer:
             "bandwidth_gb_s": round(per_second / 1e9),
             "plain_step_ms": round(1e3 * seconds, 3),
             "plain_step_over_bandwidth": round(read / per_second / seconds, 3),
-            "forward": target.forward_kind,
         }
 
     def scripted(self) -> dict[str, Any]:
@@ -220,6 +220,7 @@ class StepTimer:
         for words in TIMED:
             name = words.replace(":head", "")
             yield name, lambda words=words: self.beside_plain(self.engine(build(self.target, words, 32)))
+        yield "training", partial(training, self.target, self.args)
         for words in HEAD_WORDS:
             yield f"drafting {words.replace(':head', '')}", partial(self.drafting, words)
         for name, nodes in (("plain eager", 0), ("32 nodes eager", 32)):
@@ -347,13 +348,12 @@ def measure_shape(parts: Parts, args: argparse.Namespace, shape: str) -> None:
         return
     timer = StepTimer(made[0], args)
     found = {name: parts.run(f"{shape}: {name}", work) or {} for name, work in timer.parts()}
-    listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
+    others = ("plain step", "kernels", "training")
+    listed = {name: value for name, value in found.items() if not name.startswith(others)}
     rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
     timed = {name: row for name, row in rows.items() if row}
     plain_console().print(table({f"{shape}, over the plain step:": timed}))
-    print(found["plain step"], found["ctc scripted"])
-    del timer
-    print(parts.run(f"{shape}: training", partial(training, made[0], args)))
+    print(found["plain step"], found["ctc scripted"], found["training"])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from draft_heads.inference.target import linear
@@ -140,8 +141,28 @@ def test_what_is_not_known_in_every_part_runs_through_its_modules(change):
     assert not FusedDecoder.can_drive(model)
 
 
-def test_a_fused_forward_that_answers_differently_is_not_used(monkeypatch):
+def test_a_fused_forward_that_answers_differently_is_not_used_and_a_warning_says_why(monkeypatch, caplog):
     torch.manual_seed(0)
     target = Target(RANDOM_TARGETS["mistral"]())
     monkeypatch.setattr(FusedDecoder, "_rotation", lambda self, *args: (torch.ones(1), torch.zeros(1)))
     assert target.forward_kind == "modules" and target.window == 16
+    (said,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "decodes more slowly, through its modules" in said and "of their spread" in said
+
+
+@pytest.mark.parametrize("name", RANDOM_TARGETS)
+def test_attention_may_lay_out_its_result_in_memory_as_the_kernels_of_a_gpu_do(name, monkeypatch):
+    """Theirs lies as [B, Q, N, D], and is handed out transposed."""
+    attention = F.scaled_dot_product_attention
+
+    def transposed(*args, **kwargs):
+        attended = attention(*args, **kwargs)
+        return attended.transpose(1, 2).contiguous().transpose(1, 2)
+
+    torch.manual_seed(0)
+    target = Target(RANDOM_TARGETS[name]().double())
+    expected = decode(target)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", transposed)
+    torch.manual_seed(0)
+    again = Target(RANDOM_TARGETS[name]().double())
+    assert again.forward_kind == "fused" and torch.equal(decode(again), expected)

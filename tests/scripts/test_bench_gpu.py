@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draft_heads.configs.recipes import SHAPES
+from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.scripts.bench import answers_on_gpu, decode, gpu
 
 TINY = {**SHAPES["8b"], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -43,15 +44,23 @@ def test_what_fails_is_named_and_stops_nothing_else(tmp_path, monkeypatch):
     def fails(*_):
         raise RuntimeError("planted")
 
-    parts = [("plain step", lambda: {"plain_step_ms": 1}), ("8 nodes", fails), ("ctc scripted", dict), ("last", dict)]
+    parts = [("plain step", lambda: {"plain_step_ms": 1}), ("8 nodes", fails), ("ctc scripted", dict)]
+    parts += [("training", fails), ("last", dict)]
     monkeypatch.setattr(gpu.StepTimer, "parts", lambda self: iter(parts))
-    monkeypatch.setattr(gpu, "training", fails)
     sound, found = rehearse(tmp_path, monkeypatch, "--targets")
     assert not sound and found["failed"].keys() == {"1b: 8 nodes", "1b: training"}
     assert "planted" in found["failed"]["1b: 8 nodes"] and found["1b: plain step"] and "1b: last" in found
 
     sound, found = rehearse(tmp_path, monkeypatch, "--targets", "llama", "--seconds", "0")
     assert not sound and found["no_time"] == ["correctness llama", "correctness llama bfloat16", "1b: target"]
+
+
+def test_a_target_that_runs_through_its_modules_is_a_failure(tmp_path, monkeypatch):
+    """A fused forward that fails on a GPU falls back to the modules, whose answers are right: times would be theirs."""
+    monkeypatch.setattr(FusedDecoder, "__call__", lambda *_: 1 / 0)
+    sound, found = rehearse(tmp_path, monkeypatch, "--targets", "llama")
+    assert not sound and {"correctness llama", "1b: plain step"} <= found["failed"].keys()
+    assert "must run through the fused forward" in found["failed"]["correctness llama"]
 
 
 def test_a_tensor_off_the_device_is_found():
