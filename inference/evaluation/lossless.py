@@ -4,7 +4,7 @@ The oracle shares only the weights with the engine: it has its own cache and its
 Two correct programs may still differ where the two best logits are almost equal, because they add the same numbers in
 another order. So each answer is judged at its first difference (later tokens depend on it): it is a *near tie* when, in
 the next higher precision, the two logits are no further apart than the numerical noise of transformers' own forward,
-measured here; otherwise it is *unexplained*, and one unexplained difference is a failure. In float64 every difference
+measured here (`gap_noise`); otherwise it is *unexplained*, and one unexplained difference is a failure. In float64 every difference
 is unexplained.
 
 Shapes: L length, V vocabulary.
@@ -64,7 +64,7 @@ class Oracle:
 
     @property
     def noise(self) -> float:
-        """Largest change of the top-two gap between prefill and one-by-one decode, measured when first read.
+        """The largest error of a gap between two logits in transformers' own forward, measured when first read.
 
         At every position of up to `NOISE_PROMPTS` answered prompts, spread evenly, with their answers.
         """
@@ -140,34 +140,46 @@ def gap_noise(
     device: torch.device | str,
     changed: tuple[LogitsProcessorList, int] | None = None,
 ) -> float:
-    """max over positions of |top-two gap by prefill - by one-by-one decode|, on transformers' own forward.
+    """The largest error of a gap between two logits in transformers' own forward, over all positions of a text.
+
+    Read three times: one token after another, all tokens at once, and those one precision higher, whose best two tokens
+    the gap is of. The first two differ by the order of sums, which can be small where both round alike; from the third
+    they differ by all that was rounded.
 
     changed: what changes the logits, and the prompt's length, before which it changes nothing and nothing counts.
     """
     ids_1L = torch.tensor([list(tokens)], device=device)
     processors, start = changed or (None, 1)
 
-    def gap(length: int, logits_V: Tensor) -> Tensor:
+    def whole() -> list[Tensor]:
+        rows = model(input_ids=ids_1L, use_cache=False).logits[0]
+        return [scores(length, rows[length - 1]) for length in range(start, len(tokens) + 1)]
+
+    def scores(length: int, logits_V: Tensor) -> Tensor:
         if processors is not None:
             logits_V = process_logits(processors, ids_1L[:, :length], logits_V[None])[0]
-        return top_two_gap(logits_V)
+        return logits_V.double()
 
-    rows = model(input_ids=ids_1L, use_cache=False).logits[0]
-    prefill = [gap(length, rows[length - 1]) for length in range(start, len(tokens) + 1)]
+    prefill = exact = whole()
+    if higher := HIGHER_PRECISION.get(model.dtype):
+        with higher_precision(model, higher):
+            exact = whole()
     cache, decoded = None, []
     for length in range(1, len(tokens) + 1):
         output = model(input_ids=ids_1L[:, length - 1 : length], use_cache=True, **{CACHE: cache})
         cache = output[CACHE]
         if length >= start:
-            decoded.append(gap(length, output.logits[0, -1]))
-    noise = (torch.stack(prefill) - torch.stack(decoded)).abs()
-    return float(noise.nan_to_num(nan=0.0).max())  # of a forced token both gaps are infinite
+            decoded.append(scores(length, output.logits[0, -1]))
+    pairs = torch.stack([row.topk(2).indices for row in exact])
+    once, alone, right = (_gaps(torch.stack(read), pairs) for read in (prefill, decoded, exact))
+    noise = torch.stack([alone - once, alone - right, once - right]).abs()
+    return float(noise.nan_to_num(nan=0.0).max())  # of a forced token all gaps are infinite
 
 
-def top_two_gap(logits: Tensor) -> Tensor:
-    """[..., V] -> [...] float64: best minus second-best logit. (3, 1, 2.5) -> 0.5"""
-    best = logits.double().topk(2, dim=-1).values
-    return best[..., 0] - best[..., 1]
+def _gaps(scores: Tensor, pairs: Tensor) -> Tensor:
+    """[L] from scores [L, V]: those of the first token of each pair [L, 2] less those of the second."""
+    first, second = scores.gather(1, pairs).unbind(1)
+    return first - second
 
 
 @dataclass(frozen=True)

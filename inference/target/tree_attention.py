@@ -1,8 +1,8 @@
 """How the rows of a tree attend to cached text and to each other: which keys they see, sliding windows included (our
 masks replace a decoder's own), and two ways to the same numbers.
 
-`masked`  attention under a dense mask; the reference
-`flex`    FlexAttention, which skips blocks of keys that no row sees; for a GPU
+`masked`    torch's attention under a dense mask; the reference
+`products`  plain products, which may be faster on a GPU
 
 Shapes: B sequences, R rows, G key/value heads, Q = N/G·R queries of a key head (its heads' rows one after another),
 D head size, C cache rows that are read (committed text, the forward's rows, garbage).
@@ -11,13 +11,10 @@ D head size, C cache rows that are read (committed text, the forward's rows, gar
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from draft_heads.heads.attention import compiled_flex
 from draft_heads.heads.block import grouped_attention
 
 
@@ -64,32 +61,24 @@ class MaskedAttention:
         return grouped_attention(queries, keys, values, self.biases[layer_type])
 
 
-class FlexTreeAttention:
-    """The same masks as FlexAttention's mask functions; compiled on a GPU, where alone it is fast."""
+class ProductAttention(MaskedAttention):
+    """The same as two batched products around a softmax in float32.
 
-    def __init__(self, masks: dict[str, Tensor], repeat: int, dtype: torch.dtype) -> None:
-        """See `MaskedAttention`."""
-        self.repeat = repeat
-        self.block_masks = {}
-        for layer_type, mask in masks.items():
-
-            def visible(b: Tensor, head: Tensor, query: Tensor, key: Tensor, mask: Tensor = mask) -> Tensor:
-                return mask[b, query, key]
-
-            batch, rows, keys = mask.shape
-            self.block_masks[layer_type] = create_block_mask(visible, batch, None, rows, keys, device=mask.device)
+    For a GPU and one text: its products share the keys of a head among the blocks of the GPU, where the kernel of
+    `masked` has one block for 64 rows of a head, which reads all keys one after another.
+    """
 
     def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `MaskedAttention`. Query heads stay apart: torch splits the keys among blocks of the GPU only where
-        a head has fewer than 128 rows."""
-        flex: Any = compiled_flex() if queries.is_cuda else flex_attention
-        shared = queries.shape[1]
-        of_heads = queries.unflatten(2, (self.repeat, -1)).flatten(1, 2)  # [B, N, R, D]
-        block_mask, grouped = self.block_masks[layer_type], self.repeat > 1
-        attended: Tensor = flex(of_heads, keys, values, block_mask=block_mask, enable_gqa=grouped)
-        return attended.unflatten(1, (shared, self.repeat)).flatten(2, 3)
+        """See `MaskedAttention`."""
+        shape, scale = queries.shape, queries.shape[-1] ** -0.5
+        queries, keys, values = (states.flatten(0, 1) for states in (queries, keys, values))  # [B·G, …]
+        if queries.is_cuda and queries.dtype in (torch.bfloat16, torch.float16):
+            scores = torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32)
+        else:
+            scores = queries @ keys.transpose(1, 2)
+        scores = torch.add(self.biases[layer_type], scores.unflatten(0, shape[:2]), alpha=scale)  # [B, G, Q, C]
+        attended = scores.softmax(-1).to(values.dtype).flatten(0, 1) @ values
+        return attended.view(shape)
 
 
-TreeAttention = MaskedAttention | FlexTreeAttention
-
-TREE_ATTENTION: dict[str, type[TreeAttention]] = {"masked": MaskedAttention, "flex": FlexTreeAttention}
+TREE_ATTENTION: dict[str, type[MaskedAttention]] = {"masked": MaskedAttention, "products": ProductAttention}

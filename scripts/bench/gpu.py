@@ -100,6 +100,14 @@ class StepTimer:
         engine.steps.reserved = self.args.prompt_tokens + self.args.new_tokens + 256
         return engine
 
+    def memory(self) -> int:
+        """Bytes that the process holds on the device and could not give back; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
+
     def run(self, engine: DecodingEngine) -> tuple[float, float]:
         """Seconds per step and tokens per step, over the steps after the prefill's and the first."""
         result = Generation()
@@ -115,9 +123,9 @@ class StepTimer:
 
     def beside_plain(self, engine: DecodingEngine) -> dict[str, Any]:
         """Its step over the plain one, tokens per step, β, γ and η, the number of graphs and their memory."""
-        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        before = self.memory()
         self.run(engine)  # captures, warms up
-        used = free - torch.cuda.mem_get_info(self.device)[0] if free else 0
+        used = self.memory() - before
         pairs = [(self.run(self.plain)[0], *self.run(engine)) for _ in range(self.args.repeats)]
         plain, own, tokens = map(list, zip(*pairs))
         over = ratio(own, plain)
@@ -188,13 +196,13 @@ class StepTimer:
             taken.append(((later[-1] - first) / len(later), self.run(self.plain)[0]))
         return ratio(*map(list, zip(*taken)))
 
-    def flex(self) -> dict[str, float]:
-        """A step of 32 nodes with FlexAttention over one with a dense mask."""
-        steps, ways = {}, ("flex", "masked")
+    def products(self, nodes: int) -> dict[str, float]:
+        """A step of so many nodes with attention as products over one with torch's."""
+        steps, ways = {}, ("products", "masked")
         try:
-            for attention in reversed(ways):  # a graph keeps the attention it was captured with
+            for attention in ways:  # a graph keeps the attention it was captured with
                 self.target.attend(attention)
-                steps[attention] = self.engine(FullTrees(32, self.device))
+                steps[attention] = self.engine(FullTrees(nodes, self.device))
                 self.run(steps[attention])
             pairs = [[self.run(steps[attention])[0] for attention in ways] for _ in range(self.args.repeats)]
         finally:
@@ -229,7 +237,8 @@ class StepTimer:
         yield "kernels of plain steps", partial(self.kernels, 0)
         yield "kernels of 32 nodes", partial(self.kernels, 32)
         yield "hf generate", self.hf_generate
-        yield "flex over masked", self.flex
+        for nodes in (0, 32):
+            yield f"{nodes} nodes: products over masked attention", partial(self.products, nodes)
 
 
 def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from draft_heads.inference.evaluation.lossless import (
     higher_precision,
     judge,
     judge_all,
-    top_two_gap,
 )
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
@@ -158,16 +157,23 @@ def test_answers_are_computed_once_per_prompt(monkeypatch):
 # ---- noise
 
 
-def test_top_two_gap():
-    gaps = top_two_gap(torch.tensor([[3.0, 1.0, 2.5], [0.0, 0.0, -1.0]]))
-    assert gaps.tolist() == [0.5, 0.0]
-
-
 def test_noise_is_rounding_and_shrinks_with_precision():
     tokens = list(range(30))
     single, double = (gap_noise(make_target(d).model, tokens, "cpu") for d in (torch.float32, torch.float64))
     assert 0 < single < 1e-4
     assert double < single / 100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_noise_in_half_precision_holds_what_all_readings_round_alike(dtype):
+    """Judged is a gap one precision higher: a forward's distance from there may be far more than that of two orders."""
+    target = make_target(dtype)
+    tokens = torch.arange(30)[None]
+    exact = copy.deepcopy(target.model).float()(input_ids=tokens).logits[0].detach().double()
+    own = target.model(input_ids=tokens, use_cache=False).logits[0].detach().double()
+    best = exact.topk(2).indices
+    first, second = (own - exact).gather(1, best).unbind(1)
+    assert gap_noise(target.model, tokens[0].tolist(), "cpu") >= float((first - second).abs().max()) * (1 - 1e-9) > 0
 
 
 # ---- verdicts
