@@ -4,8 +4,8 @@ The oracle shares only the weights with the engine: it has its own cache and its
 Two correct programs may still differ where the two best logits are almost equal, because they add the same numbers in
 another order. So each answer is judged at its first difference (later tokens depend on it): it is a *near tie* when, in
 the next higher precision, the two logits are no further apart than the numerical noise of transformers' own forward,
-measured here (`gap_noise`); otherwise it is *unexplained*, and one unexplained difference is a failure. In float64 every difference
-is unexplained.
+measured here (`gap_noise`); otherwise it is *unexplained*, and one unexplained difference is a failure. In float64
+every difference is unexplained.
 
 Shapes: L length, V vocabulary.
 """

@@ -23,7 +23,12 @@ from transformers.activations import SiLUActivation
 from draft_heads.data.common.pretrained import rope_settings
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
-from draft_heads.inference.target.tree_attention import TREE_ATTENTION, MaskedAttention, masks_by_layer_type, visible_keys
+from draft_heads.inference.target.tree_attention import (
+    TREE_ATTENTION,
+    MaskedAttention,
+    masks_by_layer_type,
+    visible_keys,
+)
 
 ARCHITECTURES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "granite", "gemma", "gemma3_text", "olmo2", "olmo3",

@@ -83,7 +83,7 @@ def _sampled(parameter: Tensor) -> NDArray[np.float32]:
 
 
 def merge_weights(target: Target) -> None:
-    """Give the target its fused forward; where that fails or answers otherwise than the modules, none, with a warning."""
+    """Give the target its fused forward; where that fails or answers otherwise than the modules, a warning says so."""
     fits = False
     try:
         with torch.inference_mode(False):  # the model's weights become parts of merged ones
