@@ -30,6 +30,39 @@ _NO_SETTINGS = ("config", "print_recipe")
 """Flags that a file of settings cannot give, beside those that print something and exit."""
 
 
+_VALUES = {
+    "int": ("a whole number", "write for example 12"),
+    "float": ("a number", "write for example 0.7"),
+    "str": ("a text", "write a word"),
+    "Path": ("a path", "name a file or folder"),
+    "true_or_false": ("true or false", "write true or false"),
+}
+"""The name of a type → what its values are, and a remedy for what is none."""
+
+_REWORDED = (
+    (r"invalid (?P<kind>\w+) value: (?P<value>.*)", None),
+    (
+        r"invalid choice: (?P<value>.*) \(choose from (?P<choices>.*)\)",
+        "must be one of {choices}; got {value}; pick one",
+    ),
+    (r"Truthy value expected: got (?P<value>.*) but .*", "must be true or false; got {value}; write true or false"),
+    (r"expected (one|at least one|\d+) arguments?", "must have a value; got none; write it after the flag"),
+)
+"""What argparse and transformers say behind `argument --flag: ` → what we do; None: by `_VALUES`."""
+
+
+def _reworded(message: str) -> str:
+    """A message of argparse as rule, value received and remedy; others as they are."""
+    name, _, said = message.removeprefix("argument ").partition(": ")
+    for pattern, ours in _REWORDED:
+        if said and (found := re.fullmatch(pattern, said)):
+            words = found.groupdict()
+            rule, remedy = _VALUES.get(words.get("kind", ""), (f"of type {words.get('kind')}", "write another"))
+            flag = name.partition("/")[0]
+            return f"{flag} " + (ours or f"must be {rule}; got {{value}}; {remedy}").format(**words)
+    return message
+
+
 def expand_home(text: str) -> str:
     """`--output=~/x`, `mt=~/x.jsonl` and `a=~/h,tuned=~/t.json` with the home folder, which a shell expands at the
     start of a word only."""
@@ -66,7 +99,7 @@ class OptionParser(argparse.ArgumentParser):
             self.error(f"{unknown[0]!r} belongs to no flag; --help lists the flags")
 
     def error(self, message: str) -> Any:
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {_reworded(message)}\n")
 
 
 def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -106,7 +139,7 @@ def _config_value(name: str, flag: argparse.Action, value: Any) -> Any:
         return [_single_value(name, flag, item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:
         if str(value).lower() not in ("true", "false"):
-            raise ValueError(f"--config {name}: {flag.dest} must be true or false, got {value!r}")
+            raise ValueError(f"--config {name}: {flag.dest} must be true or false; got {value!r}; write one of them")
         return str(value).lower() == "true"
     return _single_value(name, flag, value)
 
@@ -118,13 +151,14 @@ def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
             raise ValueError
         converted = kind(expand_home(str(value)))
     except (ValueError, argparse.ArgumentTypeError):
-        wanted = "true or false" if flag.const is True else f"of type {getattr(kind, '__name__', str(kind))}"
+        known = "true_or_false" if flag.const is True else getattr(kind, "__name__", str(kind))
+        rule, remedy = _VALUES.get(known, (f"of type {known}", "write another"))
         if flag.nargs in ("+", "*") and len(words := str(value).split()) > 1:
-            wanted = f"a list such as [{', '.join(words)}]"
-        raise ValueError(f"--config {name}: {flag.dest} must be {wanted}, got {value!r}") from None
+            rule, remedy = f"a list such as [{', '.join(words)}]", "write it so"
+        raise ValueError(f"--config {name}: {flag.dest} must be {rule}; got {value!r}; {remedy}") from None
     if flag.choices is not None and converted not in flag.choices:
         valid = ", ".join(map(str, flag.choices))
-        raise ValueError(f"--config {name}: {flag.dest} must be one of {valid}, got {value!r}")
+        raise ValueError(f"--config {name}: {flag.dest} must be one of {valid}; got {value!r}; pick one")
     return converted
 
 

@@ -243,39 +243,35 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
         loaded = loaded[split]
     elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got split {split}; leave it out")
-    for row, record in enumerate(loaded, start=1):
-        place = f"row {row}" + (f" of split {split}" if split else "")
-        yield place, record if isinstance(loaded, _Files) else _without_none(record)
+    rows = loaded if isinstance(loaded, _Files) else (("", _without_none(record)) for record in loaded)
+    for row, (where, record) in enumerate(rows, start=1):
+        yield f"row {row}" + (f" of split {split}" if split else "") + where, record
 
 
 @dataclass
 class _Files:
     """The JSON or CSV files of one split."""
 
-    folder: str
     paths: list[Path]
     csv_options: dict[str, Any]  # of `pandas.read_csv`; what README.md says of the files is among them
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Where a row stands, told of malformed ones only, and the row."""
         for path in self.paths:
             if path.stat().st_size:
                 yield from self._json_records(path) if _format_of(path) == "JSON" else self._csv_records(path)
 
-    def _json_records(self, path: Path) -> Iterator[Any]:
+    def _json_records(self, path: Path) -> Iterator[tuple[str, Any]]:
         for place, record in _local_rows(path):
-            if isinstance(record, MalformedJson):
-                raise ValueError(
-                    f"{self.folder} is no folder with rows of one form ({path}, {place}: {record}){_REMEDY}"
-                )
-            yield record
+            yield f" ({path.name}, {place})" if isinstance(record, MalformedJson) else "", record
 
-    def _csv_records(self, path: Path) -> Iterator[dict[str, str]]:
+    def _csv_records(self, path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         import pandas
 
         options = self.csv_options | {"dtype": str, "na_filter": False, "chunksize": 1000}
         try:
             for chunk in pandas.read_csv(path, **options):
-                yield from chunk.to_dict("records")
+                yield from (("", record) for record in chunk.to_dict("records"))
         except ValueError as error:
             raise ValueError(
                 f"{path} cannot be read as CSV ({str(error).strip()}); mend it, or write its rows as JSONL"
@@ -294,7 +290,7 @@ def _files_of_text(source: str, config: str | None) -> dict[str, Any] | None:
     if not readable or getattr(chosen, "field", None) is not None:
         return None
     options = getattr(chosen, "pd_read_csv_kwargs", {})
-    return {split: _Files(source, paths, options) for split, paths in found.items()}
+    return {split: _Files(paths, options) for split, paths in found.items()}
 
 
 def _check_folder(source: str) -> None:

@@ -147,7 +147,7 @@ def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = No
     """The list `choice[name]`, one entry per turn, each of `kind` and not negative."""
     values, where = choice.get(name), f"choices[0].{name}"
     if not isinstance(values, list):
-        raise ValueError(f"{where} must be a list with one entry per turn, got {type(values).__name__}")
+        raise ValueError(f"{where} must be a list with one entry per turn; got {type(values).__name__}; write one")
     if turns is not None and len(values) != turns:
         raise ValueError(f"{where} must have one entry per turn: {turns} turns, {len(values)} entries")
     return _checked(values, where, kind)
@@ -158,9 +158,9 @@ def _checked(values: list[Any], where: str, kind: Any) -> list[Any]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, kind):
             named = " or ".join(one.__name__ for one in getattr(kind, "__args__", (kind,)))
-            raise ValueError(f"{where} must hold {named}, got {value!r}")
+            raise ValueError(f"{where} must hold {named}; got {value!r}; write the answers again")
         if isinstance(value, (int, float)) and not value >= 0:
-            raise ValueError(f"{where} must not be negative, got {value!r}")
+            raise ValueError(f"{where} must not be negative; got {value!r}; write the answers again")
     return values
 
 

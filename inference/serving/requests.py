@@ -101,6 +101,14 @@ class DecodingRequest(BaseModel):
         # clients send null for what they do not use, known here or not
         return {name: value for name, value in read.items() if value is not None or name in cls.model_fields}
 
+    @model_validator(mode="after")
+    def _refuse_options_of_no_stream(self) -> DecodingRequest:
+        if self.stream_options is not None and self.stream_options.include_usage and not self.stream:
+            given = f"got {self.stream_options.model_dump(exclude_none=True)}"
+            message = f"stream_options are of a stream, and stream is false; {given}; leave it out or ask for a stream"
+            raise unusable("stream_options", message)
+        return self
+
     @field_validator("stop")
     @classmethod
     def _stops_are_unicode(cls, stop: str | list[str] | None) -> str | list[str] | None:

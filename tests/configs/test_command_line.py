@@ -19,6 +19,7 @@ from draft_heads.configs.command_line import (
 import pytest
 
 from draft_heads.configs import command_line
+from draft_heads.configs.options import true_or_false
 
 
 @pytest.mark.parametrize(
@@ -29,12 +30,21 @@ from draft_heads.configs import command_line
         (["--frits"], "error: unknown flag --frits; --help lists the flags\n"),
         (["--xyz"], "error: unknown flag --xyz; --help lists the flags\n"),
         (["stray"], "error: 'stray' belongs to no flag; --help lists the flags\n"),
-        (["--frames", "x"], "error: argument --frames: invalid int value: 'x'\n"),
+        (["--frames", "x"], "error: --frames must be a whole number; got 'x'; write for example 12\n"),
+        (["--rate", "x{}"], "error: --rate must be a number; got 'x{}'; write for example 0.7\n"),
+        (["--frames"], "error: --frames must have a value; got none; write it after the flag\n"),
+        (["--mode", "some"], "error: --mode must be one of 'no', 'steps'; got 'some'; pick one\n"),
+        (["--cut", "maybe"], "error: --cut must be true or false; got 'maybe'; write true or false\n"),
+        (["-n", "maybe"], "error: -n must be a whole number; got 'maybe'; write for example 12\n"),
     ],
 )
 def test_a_wrong_flag_is_answered_in_a_sentence(capsys, arguments, told):
     parser = OptionParser()
     parser.add_argument("--frames", type=int)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--mode", choices=["no", "steps"])
+    parser.add_argument("--cut", type=true_or_false)
+    parser.add_argument("-n", "--number", type=int)
     with pytest.raises(SystemExit) as stopped:
         parser.parse_args(arguments)
     assert stopped.value.code == 2 and capsys.readouterr().err == told
@@ -69,12 +79,12 @@ def test_values_of_a_file_are_read_as_flags_on_the_command_line_are(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("limit: 1:30", "limit must be of type int, got '1:30'"),
+        ("limit: 1:30", "limit must be a whole number; got '1:30'; write for example 12"),
         ("limit: 3\nlimit: 4", "the key 'limit' twice; keep one"),
-        ("layers: 2 4", "layers must be a list such as [2, 4], got '2 4'"),
-        ("drafters: [a, ]\nlayers:\n- 1\n-", "layers must be of type int, got None"),
-        ("drafters:\n- a\n-", "drafters must be of type str, got None"),
-        ("all: maybe", "all must be true or false, got 'maybe'"),
+        ("layers: 2 4", "layers must be a list such as [2, 4]; got '2 4'; write it so"),
+        ("drafters: [a, ]\nlayers:\n- 1\n-", "layers must be a whole number; got None; write"),
+        ("drafters:\n- a\n-", "drafters must be a text; got None; write a word"),
+        ("all: maybe", "all must be true or false; got 'maybe'; write"),
         ("list_drafters: true", "unknown list_drafters; valid keys: limit, "),
         ("help: true", "unknown help"),
         ("[]", "must map flags to values, got list"),

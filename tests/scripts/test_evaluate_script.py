@@ -193,12 +193,12 @@ def test_config_file_gives_defaults_and_flags_win(command, tmp_path):
     ("content", "message"),
     [
         ("max_tokens: 3", "unknown max_tokens; valid keys: target, "),
-        ("limit: many", "limit must be of type int, got 'many'"),
-        ("drafters: [[ngram]]", "drafters must be of type str, got ['ngram']"),
-        ("overwrite: 1", "overwrite must be true or false, got '1'"),
+        ("limit: many", "limit must be a whole number; got 'many'"),
+        ("drafters: [[ngram]]", "drafters must be a text; got ['ngram']"),
+        ("overwrite: 1", "overwrite must be true or false; got '1'"),
         ("- limit", "must map flags to values, got list"),
         ("a: [", "is not YAML"),
-        ("target: {a: 1}", "target must be of type str, got {'a': '1'}"),
+        ("target: {a: 1}", "target must be a text; got {'a': '1'}"),
     ],
 )
 def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys):
@@ -235,7 +235,7 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--target", "absent/../absent"], "--target absent/../absent does not exist"),
         (["--target", "tests"], "--target tests is no model's folder"),
         (["--target_adapter", "tests"], "--target_adapter tests cannot be loaded"),
-        (["--benchmarks", "q=tests/tiny_target"], "tests/tiny_target is no folder with rows of one form"),
+        (["--benchmarks", "q=tests/tiny_target"], "tests/tiny_target, row 1 of split train ("),
         (["--output", "README.md"], "--output must be a folder; a file is in the way"),
         (["--threads", "1000000"], "--threads must be 0 (torch's choice) to 1024"),
         (["--seed", "-1"], "--seed must be at least 0"),

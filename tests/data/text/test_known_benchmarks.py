@@ -121,6 +121,7 @@ def test_a_name_alone_reads_the_hub_with_its_configuration(tmp_path, monkeypatch
     assert "source: openai/gsm8k\n" in own
     (tmp_path / "gsm8k.yaml").write_text(own.replace("openai/gsm8k", "copy"))
     monkeypatch.setattr(known, "FOLDER", tmp_path)
+    monkeypatch.setattr(known, "known_benchmarks", known.known_benchmarks.__wrapped__)  # other tests share the cache
     ((name, source),) = parse_benchmarks(["gsm8k"]).items()
     assert [question.turns for question in load_benchmark(name, source)] == [["test: 2 + 2?"]]
 

@@ -76,6 +76,11 @@ BAD = {
         {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         "stream_options.continuous_usage_stats is not supported; got True; leave it out",
     ),
+    "options of no stream": (
+        openai.BadRequestError,
+        {"stream_options": {"include_usage": True}},
+        "stream_options are of a stream, and stream is false; got {'include_usage': True}; leave it out",
+    ),
     "unknown": (openai.BadRequestError, {"extra_body": {"beams": 3}}, "beams is not supported; got 3; leave it out"),
     "named as a type": (openai.BadRequestError, {"extra_body": {"str": 3}}, " - str is not supported; got 3"),
     "with brackets": (openai.BadRequestError, {"extra_body": {"a[b]": 3}}, r"a\[b\] is not supported; got 3"),
