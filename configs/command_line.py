@@ -11,6 +11,7 @@ import difflib
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -174,6 +175,13 @@ def parse_with_config(
         if getattr(options, name) in (None, []):
             raise ValueError(f"--{name} is required; give it on the command line or in --config")
     return options
+
+
+def own_command() -> str:
+    """The command of this process, to be typed again: a module of an installed package runs by its name."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec is not None and spec.name.startswith("draft_heads.")
+    return shlex.join(["python", *(["-m", spec.name] if module else sys.argv[:1]), *sys.argv[1:]])
 
 
 class Terminated(KeyboardInterrupt):

@@ -14,13 +14,12 @@ vanilla, which takes turns with the drafters and has its own row; the report the
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from draft_heads.configs.command_line import exit_status, on_interrupt
+from draft_heads.configs.command_line import exit_status, on_interrupt, own_command
 
 from rich.console import Console
 
@@ -204,7 +203,7 @@ def run(options: argparse.Namespace) -> None:
     if evaluation is None:
         return
     write_answers(options.output, evaluation, options.batch_size)
-    facts = {"seed": options.seed, "command": shlex.join(["python", *sys.argv])}
+    facts = {"seed": options.seed, "command": own_command()}
     samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
     described = describe_run(options, target)
     described["settings"] |= {"benchmarks": options.benchmarks, CHECKSUMS: checksums(benchmarks)}

@@ -14,12 +14,11 @@ report.md, report.json and accepted_length.png to --output.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from itertools import islice
 from pathlib import Path
 
-from draft_heads.configs.command_line import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, own_command, parse_with_config
 
 from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.data.common.console import plain_console
@@ -73,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
     loaded = {drafter: loaded_by(drafter) for drafter in options.drafters}
     given |= {"drafters": " ".join(options.drafters), LOADED: loaded_checksums(loaded)}
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
-    show_report(console, options.output, build_report(evaluation, None, settings, 0, shlex.join(["python", *sys.argv])))
+    show_report(console, options.output, build_report(evaluation, None, settings, 0, own_command()))
 
 
 def main(arguments: list[str] | None = None) -> int:

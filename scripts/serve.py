@@ -88,7 +88,8 @@ def run() -> bool:
             file=sys.stderr,
         )
     folder = Path(options.target)
-    name = options.served_model_name or (folder.resolve().name if folder.is_dir() else options.target)
+    called = folder.resolve().name if folder.name in ("", "..") else folder.name  # of a link the name that was given
+    name = options.served_model_name or (called if folder.is_dir() else options.target)
     if not key and options.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"anyone who reaches {options.host} can use this server; --api_key asks for a key", file=sys.stderr)
     limits = ServerLimits(max_new_tokens=options.max_new_tokens, temperature=options.temperature)

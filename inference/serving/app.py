@@ -141,7 +141,7 @@ def create_app(
 
     def check_model(asked: str) -> None:
         if asked != name:
-            raise APIError(404, f"the model must be {name!r}; got {asked!r}", "model_not_found", "model")
+            raise APIError(404, f"the model must be {name!r}; got {asked!r}; write it so", "model_not_found", "model")
 
     async def answer(request: Request, body: DecodingRequest, form: type[Form]) -> Response:
         check_model(body.model)

@@ -4,7 +4,9 @@ import os
 import re
 import runpy
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from draft_heads.configs.command_line import (
     OptionParser,
@@ -13,6 +15,7 @@ from draft_heads.configs.command_line import (
     exit_status,
     expand_home,
     on_interrupt,
+    own_command,
     parse_with_config,
 )
 
@@ -183,3 +186,18 @@ def test_a_path_after_an_equals_sign_may_begin_with_the_home_folder(tmp_path, mo
     options = parse_with_config(parser, [f"--config={tmp_path}/c.yaml", "--target=a~/b"], ["output"])
     assert (options.output, options.drafters) == (Path("/home/ada/x"), ["a=/home/ada/h", "b"])
     assert options.target == "a~/b" and expand_home("x~ ~/y") == "x~ ~/y"  # a tilde elsewhere is a letter
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("draft_heads.scripts.evaluate", "python -m draft_heads.scripts.evaluate --output 'a b'"),
+        ("pytest.__main__", "python scripts/evaluate.py --output 'a b'"),
+        (None, "python scripts/evaluate.py --output 'a b'"),
+    ],
+)
+def test_the_command_of_a_report_is_one_to_be_typed_again(monkeypatch, name, told):
+    spec = None if name is None else SimpleNamespace(name=name)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
+    monkeypatch.setattr(sys, "argv", ["scripts/evaluate.py", "--output", "a b"])
+    assert own_command() == told
