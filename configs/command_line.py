@@ -180,8 +180,9 @@ def parse_with_config(
 def own_command() -> str:
     """The command of this process, to be typed again: a module of an installed package runs by its name."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    module = spec is not None and spec.name.startswith("draft_heads.")
-    return shlex.join(["python", *(["-m", spec.name] if module else sys.argv[:1]), *sys.argv[1:]])
+    name = "" if spec is None else spec.name
+    program = ["-m", name] if name.startswith("draft_heads.") else sys.argv[:1]
+    return shlex.join(["python", *program, *sys.argv[1:]])
 
 
 class Terminated(KeyboardInterrupt):
