@@ -13,7 +13,7 @@ Shapes: L length, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -133,7 +133,7 @@ def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             hook.remove()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def gap_noise(
     model: Any,
     tokens: Sequence[int],
@@ -151,35 +151,32 @@ def gap_noise(
     ids_1L = torch.tensor([list(tokens)], device=device)
     processors, start = changed or (None, 1)
 
-    def whole() -> list[Tensor]:
-        rows = model(input_ids=ids_1L, use_cache=False).logits[0]
-        return [scores(length, rows[length - 1]) for length in range(start, len(tokens) + 1)]
+    pairs: list[Tensor] = []  # of each position, the best two tokens of the first reading
 
-    def scores(length: int, logits_V: Tensor) -> Tensor:
+    def gap(length: int, logits_V: Tensor) -> Tensor:
         if processors is not None:
             logits_V = process_logits(processors, ids_1L[:, :length], logits_V[None])[0]
-        return logits_V.double()
+        if len(pairs) == length - start:
+            pairs.append(logits_V.topk(2).indices)
+        best, second = logits_V[pairs[length - start]].double()
+        return best - second
 
-    prefill = exact = whole()
-    if higher := HIGHER_PRECISION.get(model.dtype):
-        with higher_precision(model, higher):
-            exact = whole()
-    cache, decoded = None, []
+    def whole() -> Tensor:
+        rows = model(input_ids=ids_1L, use_cache=False).logits[0]
+        return torch.stack([gap(length, rows[length - 1]) for length in range(start, len(tokens) + 1)])
+
+    higher = HIGHER_PRECISION.get(model.dtype)
+    with nullcontext() if higher is None else higher_precision(model, higher):
+        right = whole()
+    once, cache, decoded = whole(), None, []
     for length in range(1, len(tokens) + 1):
         output = model(input_ids=ids_1L[:, length - 1 : length], use_cache=True, **{CACHE: cache})
         cache = output[CACHE]
         if length >= start:
-            decoded.append(scores(length, output.logits[0, -1]))
-    pairs = torch.stack([row.topk(2).indices for row in exact])
-    once, alone, right = (_gaps(torch.stack(read), pairs) for read in (prefill, decoded, exact))
+            decoded.append(gap(length, output.logits[0, -1]))
+    alone = torch.stack(decoded)
     noise = torch.stack([alone - once, alone - right, once - right]).abs()
     return float(noise.nan_to_num(nan=0.0).max())  # of a forced token all gaps are infinite
-
-
-def _gaps(scores: Tensor, pairs: Tensor) -> Tensor:
-    """[L] from scores [L, V]: those of the first token of each pair [L, 2] less those of the second."""
-    first, second = scores.gather(1, pairs).unbind(1)
-    return first - second
 
 
 @dataclass(frozen=True)

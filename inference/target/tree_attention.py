@@ -78,7 +78,7 @@ class ProductAttention(MaskedAttention):
             scores = queries @ keys.transpose(1, 2)
         scores = torch.add(self.biases[layer_type], scores.unflatten(0, shape[:2]), alpha=scale)  # [B, G, Q, C]
         attended = scores.softmax(-1).to(values.dtype).flatten(0, 1) @ values
-        return attended.view(shape)
+        return attended.unflatten(0, shape[:2])
 
 
 TREE_ATTENTION: dict[str, type[MaskedAttention]] = {"masked": MaskedAttention, "products": ProductAttention}
