@@ -3,7 +3,8 @@
 `StepRunner` is the interface of all of them: `begin` a text, `prefill` its prompt, then `run` step after step.
 
     eager     `draft` and `verify` call the drafter and `verify_step` as they are
-    captured  steps are replayed as CUDA graphs: whole steps if they run ahead, else their verification
+    captured  steps are replayed as CUDA graphs: whole steps if they run ahead, else their verification, and what parts
+              of a hybrid draft on the device
     ahead     a step starts before the host has read the tokens of the one before, so nothing in it reads the host
 """
 
@@ -144,8 +145,12 @@ class StepRunner:
 
     def draft(self, step: VerifiedStep, text: TextState) -> Drafted:
         """The drafter observes the step and proposes a tree, padded to one size if steps run ahead."""
-        self.drafter.observe(step, 0 if step.tree is None else None)
-        tree = self.drafter.propose()
+        self.drafter.graphs = None if self.ahead or self.target.fused is None else self.captured
+        try:
+            self.drafter.observe(step, 0 if step.tree is None else None)
+            tree = self.drafter.propose()
+        finally:
+            self.drafter.graphs = None
         assert len(tree) <= self.drafter.max_nodes, "a proposal has more nodes than its drafter's max_nodes"
         if self.ahead:
             tree = tree.padded(padded_nodes(self.drafter.max_nodes))
@@ -198,6 +203,7 @@ class StepRunner:
         cache, device, start = text.cache, self.target.device, time.perf_counter()
         assert self.target.fused is not None
         cache.allocate(self.target.fused.like)
+        self.drafter.reserve(text.reserved)
         if captured.valid_for(self._graph_key(text)):
             return
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
@@ -249,6 +255,5 @@ class StepRunner:
 
     def _graph_key(self, text: TextState) -> tuple[Any, ...]:
         """Captured graphs stay valid while this is unchanged: the acceptance rule, sizes, weights and addresses."""
-        drafting = self.drafter.memory() if self.ahead else ()  # else the verification alone is captured
-        addresses = (x.data_ptr() for x in (*text.cache.memory(), *drafting))
+        addresses = (x.data_ptr() for x in (*text.cache.memory(), *self.drafter.memory()))
         return text.settings.typical, self.reserved, self.target.changes, *addresses

@@ -14,6 +14,7 @@ from draft_heads.configs.options import check_whole
 from draft_heads.heads.base import DraftHead
 from draft_heads.inference.drafters.options import DrafterOptions
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -72,6 +73,7 @@ class Drafter(ABC):
     window_nodes  upper bound of a proposal's nodes that are no candidates (`DraftTree.candidate`)
     vocabulary  it proposes token ids below this one only; 0: none but those of the text and the target's choices
     drafts_for  the text that it was begun with, which the engine that began it sets; another object for a batch
+    graphs      set while a step drafts: parts that draft on the device may do so as CUDA graphs; None: eagerly
     """
 
     kind: ClassVar[str] = ""
@@ -94,6 +96,7 @@ class Drafter(ABC):
     window_nodes: int = 0
     vocabulary: int = 0
     drafts_for: object = None
+    graphs: CapturedSteps | None = None
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -122,6 +125,10 @@ class Drafter(ABC):
     @abstractmethod
     def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         """Start a new text: `prompt [n]` is prefilled next; it and its answer have at most `capacity` tokens."""
+
+    def reserve(self, capacity: int) -> None:
+        """Room for texts of `capacity` tokens: after it `begin` moves no `memory()` for them. Nothing by default."""
+        return
 
     def set_visible_length(self, tokens: int) -> None:
         """Until the next call, texts and rows after them stay within `tokens`, one of few values; may be ignored."""

@@ -6,7 +6,7 @@ and whatever else changes is written in place. Another tree size, visible length
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -73,6 +73,9 @@ class CapturedSteps:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._graphs)
 
     def valid_for(self, graph_key: Hashable) -> bool:
         """Whether the graphs were captured for these settings and addresses of memory: the key of `begin_anew`."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_heads.heads.checkpoint import HEADS as REGISTERED
 from draft_heads.heads.checkpoint import head_variants
-from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
@@ -184,6 +184,7 @@ def test_of_steps_drafted_on_the_host_the_verification_is_captured(words):
     assert not engine.steps.ahead and engine.generate([5], GenerationSettings(1)).tokens and Counted.made
     sizes, lengths = {padded_nodes(n) for n in range(drafter.max_nodes + 1)}, engine.steps.cache.capacity // 64
     assert Counted.made == len(engine.steps.captured) >= len(sizes) * (lengths - 1)
+    heads = sum(part.captures for part in drafter.parts) if "+" in words else 0  # captured when they first draft
     for prompt in prompts:
         expected = oracle_of("qwen3", torch.float64, rules).answer(prompt)
         assert engine.generate(prompt, rules).tokens == expected
@@ -194,7 +195,68 @@ def test_of_steps_drafted_on_the_host_the_verification_is_captured(words):
                 answer += tokens
         assert answers == [expected, expected]
     assert Counted.made == len(engine.steps.captured) + len(other.steps.captured)
-    assert len(engine.steps.captured) <= len(sizes) * lengths  # no answer waited for a capture
+    drafts = {key for key in engine.steps.captured if not isinstance(key[0], int)}
+    assert heads <= len(drafts) <= heads * lengths and bool(heads) == ("head+" in words)
+    assert len(engine.steps.captured) - len(drafts) <= len(sizes) * lengths  # no answer waited for a capture
+
+
+class Frozen(Rerun):
+    """A graph that knows the memory and the visible length of its hybrid's heads, and says when it is replayed."""
+
+    replaying = False
+    drafter: ClassVar[Drafter]
+
+    def __init__(self, work):
+        super().__init__(work)
+        frozen = self.seen()
+
+        def replay():
+            assert not frozen or self.seen() == frozen
+            Frozen.replaying = True
+            work()
+            Frozen.replaying = False
+
+        self.replay = replay
+
+    @staticmethod
+    def seen():
+        if Frozen.drafter.graphs is None:  # of a verification
+            return []
+        heads = [part.drafter for part in Frozen.drafter.parts if part.captures]
+        return [(x.data_ptr(), head._visible_length) for head in heads for x in head.memory()]
+
+
+@pytest.mark.parametrize("words", ["medusa:head+ngram", "ctc:head+lookahead,n=4,w=4", "hydra:head+chimera:head+ngram"])
+def test_the_heads_of_a_hybrid_draft_as_graphs_what_they_draft_without(words, monkeypatch):
+    target = load_target("qwen3", torch.float64)
+    builder = DrafterBuilder(target, 12)
+    builder.head = lambda kind, path: make_head(target, kind, scale=0.4).eval()
+    engines = [
+        DecodingEngine(target, builder.build(DrafterSpec.parse(f"drafter={words}")), captured=captured)
+        for captured in (False, CapturedSteps(Frozen))
+    ]
+    rules, engines[1].steps.reserved = GenerationSettings(60), 48
+    Frozen.drafter = engines[1].drafter
+    prompts = [*make_prompts(target, 3), [7] * 90]
+    answers = [[engine.generate(prompt, rules) for engine in engines] for prompt in prompts]
+    for eager, captured in answers:
+        assert captured.tokens == eager.tokens and captured.accept_lengths == eager.accept_lengths
+        assert captured.sources == eager.sources
+    longer = DecodingEngine(target, engines[1].drafter, captured=False)  # engines may share a drafter, in turn
+    longer.generate([7] * 240, GenerationSettings(5))
+    engines[1].generate([7] * 90, rules)
+    beside, heads = [], [part.drafter for part in engines[1].drafter.parts if part.captures]
+    for head in heads:  # every visible length of these texts is captured now
+        propose = head.propose_levels if head.proposes_levels else head.propose
+
+        def watched(propose=propose):
+            beside.extend([] if Frozen.replaying else [1])
+            return propose()
+
+        monkeypatch.setattr(head, "propose_levels" if head.proposes_levels else "propose", watched)
+    again = engines[1].generate([7] * 90, rules)
+    assert again.tokens == answers[-1][0].tokens
+    assert len(beside) == len(heads)  # the first step, which knows no accepted tree yet
 
 
 class HostReads(TorchFunctionMode):
@@ -288,8 +350,8 @@ class Watched(Rerun):
 
     @staticmethod
     def memory():
-        steps = Watched.engine.steps  # a drafter that drafts outside of graphs may move
-        return [x.data_ptr() for x in (*steps.cache.memory(), *(steps.drafter.memory() if steps.ahead else ()))]
+        steps = Watched.engine.steps
+        return [x.data_ptr() for x in (*steps.cache.memory(), *steps.drafter.memory())]
 
 
 @pytest.mark.parametrize("words", ["vanilla", *(f"{kind}:head" for kind in REGISTERED), *HOST_DRAFTERS])

@@ -22,6 +22,7 @@ from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree,
 from draft_heads.inference.drafters.options import DrafterOptions
 from draft_heads.inference.drafters.text.base import committed_tokens
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -44,16 +45,23 @@ class _Part:
         self.long_texts: LongTexts | None = getattr(drafter, "long_texts", None)
         if self.long_texts is not None:  # a step's tokens are those of all parts
             drafter.long_texts = None
+        self.captures = drafter.on_device and not drafter.reads_choices  # it may draft as a CUDA graph
+        self._unread: VerifiedStep | None = None  # a step that such a graph is about to observe
+        self._visible_length = 0
         self.tree: DraftTree | None = None  # its own trees of this step
         self.rows: list[list[int]] = [[] for _ in slots]  # of the forward, for each row of its own tree
         self.accepted = self.needed = 0
 
-    def observe(self, step: VerifiedStep, slot: int | None) -> None:
-        """Read a step as the part alone would see it; n-grams have read it already."""
+    def observe(self, step: VerifiedStep, slot: int | None, captured: bool) -> None:
+        """Read a step as the part alone would see it; n-grams have read it already. captured: `draft` reads it."""
         if self.drafter.extends_paths:
             return
         if step.aux_hidden is not None:
             step = replace(step, aux_hidden=self._own_layers(step.aux_hidden))
+        self._unread = None
+        if captured and self.captures:  # without what depends on the size of the last tree
+            self._unread = replace(step, choices=None, source=None, tree=None)
+            return
         if self.drafter.reads_choices and step.tree is not None and step.choices is not None:
             read = step.choices.tolist() if step.read_choices is None else step.read_choices
             # −1 is the choice at nodes that were not verified
@@ -72,17 +80,35 @@ class _Part:
         states = aux_hidden.split(width, dim=-1)
         return torch.cat([states[self.all_layers.index(layer)] for layer in self.drafter.target_layers], dim=-1)
 
-    def draft(self) -> None:
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
+        self._visible_length = tokens
+        self.drafter.set_visible_length(tokens)
+
+    def draft(self, graphs: CapturedSteps | None) -> None:
         """Hand the drafts of all texts to their sources, with one copy to the host."""
         if self.drafter.extends_paths:
             return
-        if self.drafter.proposes_levels:
-            columns = self.drafter.propose_levels()
+        if self._unread is None:
+            columns = self._columns()
         else:
-            self.tree = self.drafter.propose()
-            columns = columns_of(self.tree)
+            assert graphs is not None
+            key, step, self._unread = (self, self._visible_length), self._unread, None
+            _, columns = graphs(key, step, self._observe_and_draft, chained=True)  # it returns what it reads
         for source, of_text in zip(self.sources, columns.tolist()):
             source.set(of_text)  # type: ignore[union-attr]
+
+    def _columns(self) -> Tensor:
+        """What its sources read of its drafts, on the device."""
+        if self.drafter.proposes_levels:
+            levels: Tensor = self.drafter.propose_levels()
+            return levels
+        self.tree = self.drafter.propose()
+        return columns_of(self.tree)
+
+    def _observe_and_draft(self, step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
+        self.drafter.observe(step)
+        return step, self._columns()
 
     def settings(self) -> dict[str, Any]:
         """Those of the drafter that are in force in a hybrid."""
@@ -163,13 +189,22 @@ class HybridDrafter(Drafter):
         text = self._texts[slot]
         text.merged, text.running, text.length = None, False, 0
         for part in self.parts:
-            part.drafter.begin(
-                slot, prompt, capacity + self.max_depth + 1
-            )  # a step may bring rows deeper than its tree
+            part.drafter.begin(slot, prompt, self._rows(capacity))
+
+    def reserve(self, capacity: int) -> None:
+        for part in self.parts:
+            part.drafter.reserve(self._rows(capacity))
+
+    def _rows(self, capacity: int) -> int:
+        """A step may bring rows deeper than a part's own tree."""
+        return capacity + self.max_depth + 1
+
+    def memory(self) -> list[Tensor]:
+        return [x for part in self.parts if part.captures for x in part.drafter.memory()]
 
     def set_visible_length(self, tokens: int) -> None:
         for part in self.parts:
-            part.drafter.set_visible_length(tokens)
+            part.set_visible_length(tokens)
 
     def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
         """Learn from what was accepted of each text, then let the parts observe the step."""
@@ -192,7 +227,7 @@ class HybridDrafter(Drafter):
                 if part.drafter.extends_paths:
                     part.drafter.of_slot(index).read(new)
         for part in self.parts:
-            part.observe(step, slot)
+            part.observe(step, slot, captured=slot is None and self.graphs is not None)
 
     def _credit(self, accepted: list[tuple[int, int]], length: int) -> None:
         """Count for each part the accepted tokens it proposed first, after `length` tokens, and those that only it
@@ -207,7 +242,7 @@ class HybridDrafter(Drafter):
     def propose(self) -> DraftTree:
         """The merged trees, and after each the window rows of parts that read the target's choices there."""
         for part in self.parts:
-            part.draft()
+            part.draft(self.graphs)
         device = self.target.device
         trees = [
             self._merge(slot, text).as_tree(device) if text.running else DraftTree.empty(device)
