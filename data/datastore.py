@@ -26,6 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.common.files import checksum, names_path, read_manifest, write_text
 from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.labels.shards import MANIFEST as DISTILLED
+from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.conversations import (
     BadRow,
     DatasetOptions,
@@ -43,6 +45,7 @@ MANIFEST = "datastore.json"
 ARRAYS = ("tokens", "suffixes", "starts")
 DEPTH = 32  # tokens: the longest phrase looked up plus the continuation that is read after it
 _BATCH = 256  # conversations tokenised at once
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -164,18 +167,85 @@ def build_datastore(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     limit: int | None = None,
-    progress: Callable[[str, int, int], None] = lambda stage, done, of: None,
+    progress: Progress = lambda stage, done, of: None,
     options: DatasetOptions | None = None,
 ) -> dict[str, Any]:
-    """Write the conversations of a file, folder or hub id as a datastore; returns its manifest.
+    """Write the conversations of a file, folder or hub id, or the rows of a distilled folder, as a datastore; returns
+    its manifest.
 
     `tokenizer` has a chat template, with which conversations are rendered as the target sees them; `progress` is called
-    with stage, done, of. ConversationError with file, row and reason for a bad row, ValueError for no rows.
+    with stage, done, of. ConversationError with file, row and reason for a bad row, ValueError for no rows and for
+    rows that were distilled with another tokenizer.
     """
     options = options or DatasetOptions()
+    vocabulary = 1 + max(tokenizer.get_vocab().values())
+    if (Path(dataset) / DISTILLED).is_file():
+        parts, digest, bad_rows = _distilled_tokens(dataset, tokenizer, limit, options, progress)
+    else:
+        parts, digest, bad_rows = _conversation_tokens(dataset, tokenizer, limit, options, progress)
+    separator = np.array([vocabulary], unsigned(vocabulary))
+    kept = len(parts)
+    tokens = np.concatenate([array for part in parts for array in (part.astype(separator.dtype), separator)])
+    del parts
+    suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=vocabulary + 1))])
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "tokens": len(tokens),
+        "conversations": kept,
+        "vocab_size": vocabulary,
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "depth": DEPTH,
+        "dataset": {"name": Path(dataset).name, "limit": limit, "fingerprint": digest},
+        "bad_rows": [asdict(bad) for bad in bad_rows],
+    }
+    arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
+    for name, array in arrays.items():
+        with names_path(folder / f"{name}.npy"):
+            np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    manifest["checksums"] = {name: checksum(folder / f"{name}.npy") for name in ARRAYS}
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    return manifest
+
+
+def _distilled_tokens(
+    folder: str,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    options: DatasetOptions,
+    progress: Progress,
+) -> tuple[list[NDArray[Any]], str, list[BadRow]]:
+    """Those of the rows that a target has answered or read, the digest of the rows, and nothing refused."""
+    if options != DatasetOptions():
+        raise ValueError(
+            "split, dataset_config and skip_bad_rows say what is read of conversations; "
+            f"{folder} holds distilled rows; leave them out"
+        )
+    distilled = load_distilled(folder)
+    theirs, ours = distilled.manifest["target"]["fingerprint"]["tokenizer_hash"], tokenizer_hash(tokenizer)
+    if theirs != ours:
+        raise ValueError(
+            f"a datastore has the tokenizer of the rows that it is made of; {folder} was distilled with {theirs}, got "
+            f"{ours}; pass the target of these rows, {distilled.manifest['target']['path']}"
+        )
+    rows = distilled.dataset.select_columns(["input_ids"])
+    rows = rows.select(range(min(len(rows), len(rows) if limit is None else limit)))
+    progress("conversations", len(rows), len(rows))
+    return [np.array(row["input_ids"]) for row in rows], distilled.content, []
+
+
+def _conversation_tokens(
+    dataset: str,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    options: DatasetOptions,
+    progress: Progress,
+) -> tuple[list[NDArray[Any]], str, list[BadRow]]:
+    """Those of the conversations as the chat template writes them, the digest of these, and what was refused."""
     loaded = read_conversations(dataset, options.split, options.skip_bad_rows, limit, config=options.dataset_config)
     rows, refused = loaded.dataset, list[BadRow]()
-    vocabulary = 1 + max(tokenizer.get_vocab().values())
     digest = hashlib.sha256()
     parts: list[NDArray[Any]] = []
     renderer = ChatRenderer(tokenizer)
@@ -183,7 +253,6 @@ def build_datastore(
     def text_of_row(messages: Messages, extra: Extra) -> str:
         return renderer.checked_text(messages, extra=extra)
 
-    kept = 0
     for first in range(0, len(rows), _BATCH):
         progress("conversations", first, len(rows))
         batch = rows.select(range(first, min(first + _BATCH, len(rows)))).to_list()
@@ -195,9 +264,8 @@ def build_datastore(
             text, bad = render_row(renderer, row, dataset, place, options.skip_bad_rows, text_of_row)
             texts += [] if text is None else [text]
             refused += bad
-        kept += len(texts)
         for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ():
-            parts.append(np.array([*ids, vocabulary], unsigned(vocabulary)))
+            parts.append(np.array(ids, np.int64))
     progress("conversations", len(rows), len(rows))
     for line in count_by_reason(refused):
         logger.warning("%s: %s", dataset, line)
@@ -206,29 +274,7 @@ def build_datastore(
             f"{dataset}: the chat template refuses all {len(rows)} conversations, the first: {refused[0]}; pass "
             "others, or another chat_template"
         )
-    tokens = np.concatenate(parts)
-    del parts
-    suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
-    starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=vocabulary + 1))])
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "tokens": len(tokens),
-        "conversations": kept,
-        "vocab_size": vocabulary,
-        "tokenizer_hash": tokenizer_hash(tokenizer),
-        "depth": DEPTH,
-        "dataset": {"name": Path(dataset).name, "limit": limit, "fingerprint": digest.hexdigest()[:16]},
-        "bad_rows": [asdict(bad) for bad in [*loaded.bad_rows, *refused]],
-    }
-    arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
-    for name, array in arrays.items():
-        with names_path(folder / f"{name}.npy"):
-            np.save(folder / f"{name}.npy", array, allow_pickle=False)
-    manifest["checksums"] = {name: checksum(folder / f"{name}.npy") for name in ARRAYS}
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-    return manifest
+    return parts, digest.hexdigest()[:16], [*loaded.bad_rows, *refused]
 
 
 def suffix_array(

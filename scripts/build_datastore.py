@@ -1,8 +1,10 @@
 """Build a datastore for the drafter `rest` from conversations.
 
     python scripts/build_datastore.py --dataset sharegpt.json --tokenizer TARGET --output runs/datastore
+    python scripts/build_datastore.py --dataset runs/distilled --tokenizer TARGET --output runs/datastore
 
-Conversations are rendered by the tokenizer's chat template; a tokenizer without one takes Vicuna's. Writes
+Conversations are rendered by the tokenizer's chat template; a tokenizer without one takes Vicuna's. Of the output of
+scripts/distill.py the rows are taken as they are: with `--labels generate` the target's own answers. Writes
 datastore.json, tokens.npy, suffixes.npy and starts.npy to --output (data/datastore.py says what is in them), six to
 twelve bytes per token; takes about 50 bytes of memory per token, and 30 seconds for 9 million tokens on one thread.
 """
@@ -44,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = script_parser(__doc__)
     add = parser.add_argument
-    add("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz, dataset folder or hub id")
+    add("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz, dataset folder, hub id; or distilled rows")
     add("--tokenizer", metavar="DIR|ID", help="the target's tokenizer")
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--output", type=Path, help="folder to write")

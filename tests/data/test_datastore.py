@@ -7,8 +7,10 @@ import pytest
 
 from draft_heads.data.datastore import MANIFEST, Datastore, build_datastore, suffix_array
 from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.chat_template import load_chat_tokenizer
 from draft_heads.scripts import build_datastore as script
+from draft_heads.scripts import distill as distill_script
 from tests.tiny_chat import render_conversation
 
 TINY = "tests/tiny_target"
@@ -69,6 +71,24 @@ def test_the_folder_holds_the_conversations_and_their_suffixes(store):
     assert [int(np.searchsorted(first, token)) for token in range(len(tokenizer) + 2)] == opened.starts.tolist()
     assert opened.manifest["tokenizer_hash"] == tokenizer_hash(tokenizer)
     assert (opened.manifest["conversations"], opened.manifest["dataset"]["name"]) == (9, "chats.json")
+
+
+def test_of_a_distilled_folder_the_rows_are_taken_as_they_are(tmp_path, source, capsys):
+    distilled = str(tmp_path / "distilled")
+    distill = ["--target", TINY, "--dataset", str(source), "--output", distilled, "--labels", "generate"]
+    assert distill_script.main([*distill, "--max_new_tokens", "12"]) == 0
+    words = ["--dataset", distilled, "--tokenizer", TINY, "--output", str(tmp_path / "out")]
+    assert script.main([*words, "--limit", "5"]) == 0
+    opened, separator = Datastore.open(tmp_path / "out"), len(load_chat_tokenizer(TINY))
+    answered = load_distilled(distilled).dataset["input_ids"][:5]
+    assert opened.tokens.tolist() == [token for row in answered for token in (*row, separator)]
+    assert (opened.manifest["conversations"], opened.manifest["dataset"]["name"]) == (5, "distilled")
+    assert script.main([*words, "--overwrite", "--skip_bad_rows"]) == 2
+    assert "holds distilled rows; leave them out" in capsys.readouterr().err
+    manifest, own = tmp_path / "distilled" / "manifest.json", opened.manifest["tokenizer_hash"]
+    manifest.write_text(manifest.read_text().replace(own, "another"))
+    assert script.main([*words, "--overwrite"]) == 2
+    assert f"was distilled with another, got {own}; pass" in capsys.readouterr().err
 
 
 def test_the_script_writes_a_folder_once(tmp_path, source, capsys):
