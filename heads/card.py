@@ -145,4 +145,4 @@ def trained_on(provenance: dict[str, Any]) -> str:
 
 def _measured(name: str) -> str:
     offset = name.removeprefix("accuracy_")
-    return f"top-1 accuracy at offset {offset}" if offset != name else MEASURED.get(name, name)
+    return f"top-1 accuracy of drafted token {offset}" if offset != name else MEASURED.get(name, name)

@@ -170,7 +170,7 @@ SHOWN = {
     "loss": "loss {:.4g}",
     "eval_loss": "held-out loss {:.4g}",
     "eval_simulated_beta": "simulated β {:.2f}",
-    "eval_accuracy_1": "accuracy of the first offset {:.1%}",
+    "eval_accuracy_1": "accuracy of the first drafted token {:.1%}",
     "train_loss": "mean loss {:.4g}",
     "learning_rate": "rate {:.3g}",
     "tokens_per_second": "{:,.0f} tokens/s",

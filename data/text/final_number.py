@@ -51,7 +51,8 @@ def gsm8k_answer(text: str) -> Decimal | None:
     """The last number that `####` or the last line's `\\boxed` marks, else the last of the text; None for none.
 
     Of a marked equation it is the last side that is a number, of a sum without a result its value. Fractions and powers
-    have their values; the exponent of a unit is no number, and a word of size is not read. Examples:
+    have their values; the exponent of a unit is no number, a comma is no decimal point, and a
+    word of size is not read. Examples:
     "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "#### 3 + 4 = 7" → 7; "#### 3 + 4" → 7; "She pays $-3." → -3; "It is 3/4."
     → 0.75; "on 1/2/2024" → 2024; "18 m^2" → 18; "2^3" → 8; "1.5 million" → 1.5.
     """

@@ -26,7 +26,7 @@ QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other
 
 
 LENGTHS, ACCEPTED, PROMPTS = "accept_lengths_per_turn", "accepted_drafts_per_turn", "prompt_tokens"
-BY_SOURCE, FINISH_REASONS = "accepted_by_source_per_turn", "finish_reasons"
+BY_SOURCE, FINISH_REASONS, IN_THOUGHT = "accepted_by_source_per_turn", "finish_reasons", "in_thought"
 """What our own files say beside the counts that all have."""
 
 
@@ -34,7 +34,8 @@ BY_SOURCE, FINISH_REASONS = "accepted_by_source_per_turn", "finish_reasons"
 class AnsweredTurn:
     """One answer: its text, target steps (prefill included), new tokens (EOS included) and seconds.
 
-    The other fields are those of `metrics.Turn`; what a file of another project does not say is empty.
+    `in_thought` is as `TurnRecord` has it, the other fields are those of `metrics.Turn`; what a file of another project
+    does not say is empty.
     """
 
     text: str
@@ -48,6 +49,7 @@ class AnsweredTurn:
     prompt_tokens: int = 0
     by_source: Mapping[int, int] = field(default_factory=dict)
     finish_reason: str = ""
+    in_thought: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,15 @@ def _parse_answer(row: Any) -> Answer:
     (batch_size,) = _checked([row.get("batch_size", 1)], "batch_size", int)
     counts = _column(choice, BY_SOURCE, dict, len(texts)) if BY_SOURCE in choice else [{}] * len(texts)
     ends = _column(choice, FINISH_REASONS, str, len(texts)) if FINISH_REASONS in choice else [""] * len(texts)
+    thoughts = _column(choice, IN_THOUGHT, int, len(texts)) if IN_THOUGHT in choice else [0] * len(texts)
     own = [
         {
             **steps_of_turn,
             "by_source": dict(enumerate(_checked(list(count.values()), f"choices[0].{BY_SOURCE}", int))),
             "finish_reason": end,
+            "in_thought": bool(thought),
         }
-        for steps_of_turn, count, end in zip(_steps(choice, steps, new_tokens), counts, ends)
+        for steps_of_turn, count, end, thought in zip(_steps(choice, steps, new_tokens), counts, ends, thoughts)
     ]
     turns = tuple(
         AnsweredTurn(*turn, question=(benchmark, question_id), turn=index, **own[index])
@@ -202,6 +206,8 @@ def answer_row(turns: Sequence[TurnRecord], sources: Sequence[str] | None = None
         PROMPTS: [len(turn.prompt) for turn in turns],
         FINISH_REASONS: [generation.finish_reason for generation in generations],
     }
+    if any(turn.in_thought for turn in turns):
+        choice[IN_THOUGHT] = [int(turn.in_thought) for turn in turns]
     if sources:
         choice[BY_SOURCE] = [accepted_by_source([turn], sources) for turn in turns]
     return {

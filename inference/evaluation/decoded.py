@@ -45,6 +45,7 @@ class TurnRecord:
     """One answered turn; `difference` is None before judging and when the answer equals the oracle's.
 
     `scores` are filled in when it is judged: empty but for the last turns of questions that are scored.
+    `in_thought` says that the prompt opens the thought (`<think>`) that the text begins in.
     `peak_memory` (bytes) and `joules` are a `Meter`'s; turns that were answered together have the same peak and share
     the joules by tokens, as the seconds.
     """
@@ -62,6 +63,7 @@ class TurnRecord:
     difference: Difference | None = None
     peak_memory: int | None = None
     joules: float | None = None
+    in_thought: bool = False
 
     # what `metrics.Turn` asks
 

@@ -35,6 +35,7 @@ from draft_heads.inference.evaluation.decoded import (
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, has_stop_rules
 from draft_heads.inference.evaluation.lossless import Oracle, judge
 from draft_heads.inference.evaluation.meter import Meter
+from draft_heads.inference.evaluation.scores import whole_text
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
@@ -186,7 +187,7 @@ def scores_of(record: TurnRecord, benchmark: Benchmark) -> dict[str, float]:
     """The scores of a turn by name, which only a question's last one has."""
     question = benchmark.questions[record.question]
     last = record.turn == len(question.turns) - 1
-    return benchmark.score(question, record.text) if benchmark.score is not None and last else {}
+    return benchmark.score(question, whole_text(record)) if benchmark.score is not None and last else {}
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
@@ -255,9 +256,13 @@ def answer_questions(
             text = oracle.target.answer_text(generation.tokens)
             messages[index].append({"role": "assistant", "content": text})
             question = benchmark.questions[index]
-            which = index, question.question_id, question.category, turn
             record = TurnRecord(
-                benchmark.name, *which, name, prompt, text, generation, peak_memory=used.peak_memory, joules=joules
+                benchmark.name,
+                *(index, question.question_id, question.category, turn),
+                *(name, prompt, text, generation),
+                peak_memory=used.peak_memory,
+                joules=joules,
+                in_thought=oracle.target.opens_thought(prompt),
             )
             answered[index].append(record)
     return [record for turns in answered.values() for record in turns]

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from draft_heads.data.text.benchmarks import Question, gsm8k_answer
 from draft_heads.data.text.known_benchmarks import SCORES
@@ -20,6 +20,18 @@ TITLES = dict(zip(SCORES, ("accuracy", "ROUGE-2 (F)", "pass@1")))
 
 _UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 """Scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters."""
+
+
+class _Answered(Protocol):
+    @property
+    def text(self) -> str: ...
+    @property
+    def in_thought(self) -> bool: ...
+
+
+def whole_text(turn: _Answered) -> str:
+    """The text of a turn after the `<think>` that its prompt ends with, if it does."""
+    return "<think>" + turn.text if turn.in_thought else turn.text
 
 
 class Scorer:

@@ -260,6 +260,10 @@ class Target:
         shown = answer_tokens(tokens, self.end_token_ids, self.scaffold)
         return str(self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()
 
+    def opens_thought(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends in the `<think>` of an answer's thought."""
+        return str(self.tokenizer.decode(list(prompt[-16:]))).rstrip().endswith("<think>")
+
     @cached_property
     def scaffold(self) -> tuple[int, ...]:
         """The tokens that the chat template puts before an answer (`TemplateProbe.scaffold`), if that is known."""

@@ -13,8 +13,10 @@ import pytest
 
 from draft_heads.data.text.benchmarks import CodeTask, Question
 from draft_heads.inference.evaluation import run_code, scores
+from draft_heads.inference.evaluation.answer_files import read_answers, write_answers
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.run_code import CodeLimits, code_of, pass_at_1, program_of
+from draft_heads.scripts.score_answers import score_answers
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, evaluate, render
 
 TASK = CodeTask(
@@ -60,6 +62,20 @@ def test_a_thought_is_not_scored():
 def test_a_thought_that_never_ends_is_not_scored(answer, right):
     asked = Question(1, None, ["a"], "#### 15", "accuracy")
     assert scores.Scorer([asked])(asked, answer) == {"accuracy": right}
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_thought_that_the_prompt_opens_is_none_of_the_answer(opened, tmp_path):
+    texts = {"51": "#### 15", "61>kniht/<9": "#### 16"}
+    asked = [Question(number, None, [text], texts[text], "accuracy") for number, text in enumerate(texts)]
+    oracle = StubOracle()  # it answers with the reversed text
+    oracle.target.opens_thought = lambda prompt: opened
+    judged = replace(benchmark(asked), score=scores.Scorer(asked))
+    evaluation = evaluate({"vanilla": StubEngine()}, oracle, [judged], render)
+    assert [record.scores["accuracy"] for record in evaluation.records] == [float(not opened), 1.0]
+    write_answers(tmp_path, evaluation)
+    answers = read_answers(tmp_path / "answers" / "vanilla.jsonl")
+    assert [found["accuracy"] for found in score_answers(answers, answers, asked)[None].scores] == [1.0 - opened, 1.0]
 
 
 def test_words_of_other_scripts_are_words():

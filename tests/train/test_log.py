@@ -51,7 +51,7 @@ def test_a_line_of_metrics_is_readable_and_short(capsys):
     held_out = {"eval_loss": 3.18536, "eval_accuracy_1": 0.8617, "eval_simulated_beta": 4.4134, "epoch": 4.1}
     assert log_line(50, logs) == line
     assert log_line(1000, held_out) == (
-        "step 1,000: held-out loss 3.185, simulated β 4.41, accuracy of the first offset 86.2%"
+        "step 1,000: held-out loss 3.185, simulated β 4.41, accuracy of the first drafted token 86.2%"
     )
     assert log_line(7, {"mine": 3}) == "step 7: {'mine': 3}"
     state = SimpleNamespace(is_local_process_zero=True, is_world_process_zero=True, global_step=50)

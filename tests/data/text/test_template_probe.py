@@ -131,6 +131,15 @@ def test_text_that_is_a_special_token_stays_in_an_answer():
     assert pieces.add(ids[:-1]) + pieces.end() == text
 
 
+@pytest.mark.parametrize(
+    ("end", "opens"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False), ("<think> ok", False)]
+)
+def test_a_prompt_that_opens_a_thought(end, opens):
+    tokenizer = byte_tokenizer(template("chatml"))
+    prompt = tokenizer("<|im_start|>assistant\n" + end, add_special_tokens=False)["input_ids"]
+    assert own_target(tokenizer).opens_thought(prompt) is opens
+
+
 ANALYSIS = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
 
 
