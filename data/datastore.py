@@ -179,12 +179,9 @@ def build_datastore(
     """
     options = options or DatasetOptions()
     vocabulary = 1 + max(tokenizer.get_vocab().values())
-    if (Path(dataset) / DISTILLED).is_file():
-        parts, digest, bad_rows = _distilled_tokens(dataset, tokenizer, limit, options, progress)
-    else:
-        parts, digest, bad_rows = _conversation_tokens(dataset, tokenizer, limit, options, progress)
+    read = _distilled_tokens if is_distilled(dataset) else _conversation_tokens
+    parts, kept, digest, bad_rows = read(dataset, tokenizer, limit, options, progress)
     separator = np.array([vocabulary], unsigned(vocabulary))
-    kept = len(parts)
     tokens = np.concatenate([array for part in parts for array in (part.astype(separator.dtype), separator)])
     del parts
     suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
@@ -210,14 +207,20 @@ def build_datastore(
     return manifest
 
 
+def is_distilled(dataset: str) -> bool:
+    """Whether it is the output of scripts/distill.py."""
+    return (Path(dataset) / DISTILLED).is_file()
+
+
 def _distilled_tokens(
     folder: str,
     tokenizer: PreTrainedTokenizerBase,
     limit: int | None,
     options: DatasetOptions,
     progress: Progress,
-) -> tuple[list[NDArray[Any]], str, list[BadRow]]:
-    """Those of the rows that a target has answered or read, the digest of the rows, and nothing refused."""
+) -> tuple[list[NDArray[Any]], int, str, list[BadRow]]:
+    """Those of the rows that a target has answered or read, of how many conversations, the digest of the rows, and
+    nothing refused. A conversation whose turns the chat template rewrites has several rows, not always in a row."""
     if options != DatasetOptions():
         raise ValueError(
             "split, dataset_config and skip_bad_rows say what is read of conversations; "
@@ -230,10 +233,13 @@ def _distilled_tokens(
             f"a datastore has the tokenizer of the rows that it is made of; {folder} was distilled with {theirs}, got "
             f"{ours}; pass the target of these rows, {distilled.manifest['target']['path']}"
         )
-    rows = distilled.dataset.select_columns(["input_ids"])
-    rows = rows.select(range(min(len(rows), len(rows) if limit is None else limit)))
-    progress("conversations", len(rows), len(rows))
-    return [np.array(row["input_ids"]) for row in rows], distilled.content, []
+    rows = distilled.dataset
+    names = [name for name in ("id", "conversation") if name in rows.column_names]  # older versions wrote the first
+    keys = list(zip(*(rows[name] for name in names)))
+    kept = dict.fromkeys(list(dict.fromkeys(keys))[:limit])
+    progress("conversations", len(kept), len(kept))
+    chosen = rows.select_columns(["input_ids"]).select([row for row, key in enumerate(keys) if key in kept])
+    return [np.array(row["input_ids"]) for row in chosen], len(kept), distilled.content, []
 
 
 def _conversation_tokens(
@@ -242,8 +248,9 @@ def _conversation_tokens(
     limit: int | None,
     options: DatasetOptions,
     progress: Progress,
-) -> tuple[list[NDArray[Any]], str, list[BadRow]]:
-    """Those of the conversations as the chat template writes them, the digest of these, and what was refused."""
+) -> tuple[list[NDArray[Any]], int, str, list[BadRow]]:
+    """Those of the conversations as the chat template writes them, how many these are, their digest, and what was
+    refused."""
     loaded = read_conversations(dataset, options.split, options.skip_bad_rows, limit, config=options.dataset_config)
     rows, refused = loaded.dataset, list[BadRow]()
     digest = hashlib.sha256()
@@ -274,7 +281,7 @@ def _conversation_tokens(
             f"{dataset}: the chat template refuses all {len(rows)} conversations, the first: {refused[0]}; pass "
             "others, or another chat_template"
         )
-    return parts, digest.hexdigest()[:16], [*loaded.bad_rows, *refused]
+    return parts, len(parts), digest.hexdigest()[:16], [*loaded.bad_rows, *refused]
 
 
 def suffix_array(

@@ -101,7 +101,7 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
     """ValueError naming every field in which `what` (say "dataset OUT") was not made for this target.
 
     fine_tune: other weights, and with them another chat template, are allowed and reported in one line. A field that
-    an older version did not write is not compared, which a line says too.
+    is not known, of an older version or of a head from elsewhere, is not compared, which a line says too.
     """
     known = [name for name in (*FIELDS, *WEIGHTS) if name in target]
     missing = [name for name in known if name not in (*made_for, "scales_hash")]  # scales are an addition to values
@@ -133,7 +133,7 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
             f"({named}); labels are a model's own: pass the target that made them, or make them again with this one"
         )
     if missing:
-        logger.warning("%s was made by an older version: not compared: %s", what, ", ".join(missing))
+        logger.warning("%s does not say what it was made for in %s: not compared", what, ", ".join(missing))
 
 
 def _digest(text: str) -> str:

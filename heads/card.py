@@ -105,7 +105,7 @@ def trained(provenance: dict[str, Any]) -> str:
     if "command" not in provenance:
         return "Nothing is known of its training.\n"
     rows = [
-        f"| {_measured(name.removeprefix('eval_'))} | {figure(value)} |"
+        f"| {measured(name)} | {figure(value)} |"
         for name, value in sorted(provenance.get("metrics", {}).items())
         if not name.endswith("_seconds")
     ]
@@ -143,6 +143,8 @@ def trained_on(provenance: dict[str, Any]) -> str:
     )
 
 
-def _measured(name: str) -> str:
-    offset = name.removeprefix("accuracy_")
-    return f"top-1 accuracy of drafted token {offset}" if offset != name else MEASURED.get(name, name)
+def measured(name: str) -> str:
+    """A metric of the provenance in words: `eval_accuracy_1` is that of the first label, whose offset is 0."""
+    name = name.removeprefix("eval_")
+    label = name.removeprefix("accuracy_")
+    return f"top-1 accuracy at offset {int(label) - 1}" if label != name else MEASURED.get(name, name)

@@ -20,8 +20,8 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.configs.options import add_flags, option_names
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.datastore import MANIFEST, build_datastore
-from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.datastore import MANIFEST, build_datastore, is_distilled
+from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer, load_tokenizer
 from draft_heads.data.text.conversations import DatasetOptions
 from draft_heads.data.text.json_rows import check_source
 from draft_heads.inference.evaluation.report import check_output
@@ -32,7 +32,15 @@ def run(options: argparse.Namespace) -> None:
     check_positive(options, "limit")
     check_output(options.output, options.overwrite, MANIFEST)
     check_source(options.dataset)
-    tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
+    if is_distilled(options.dataset):
+        if options.chat_template:
+            raise ValueError(
+                f"--chat_template renders conversations; got {options.chat_template} with {options.dataset}, whose "
+                "rows are rendered already; leave it out"
+            )
+        tokenizer = load_tokenizer(options.tokenizer, option="--tokenizer")
+    else:
+        tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     console = plain_console()
     with progress_bar(console, "reading") as progress:
         chosen = DatasetOptions(**{name: getattr(options, name) for name in option_names(DatasetOptions)})

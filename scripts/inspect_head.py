@@ -19,7 +19,7 @@ from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import FIELDS, target_fingerprint
 from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.card import figure, trained_for, trained_on
+from draft_heads.heads.card import figure, measured, trained_for, trained_on
 from draft_heads.heads.checkpoint import PROVENANCE, load_head
 from draft_heads.heads.config import OF_THE_TARGET, SIZES
 from draft_heads.heads.export.formats import check_exportable, formats_of
@@ -73,12 +73,12 @@ def trained(known: dict[str, Any]) -> list[tuple[str, str]]:
         return [("training", f"unknown: there is no {PROVENANCE}")]
     if "imported_from" in known:
         return [("training", f"unknown: read from {known['imported_from']}")]
-    measured = [f"{name.removeprefix('eval_')} {figure(value)}" for name, value in known.get("metrics", {}).items()]
+    figures = [f"{measured(name)}: {figure(value)}" for name, value in known.get("metrics", {}).items()]
     return [
         ("command", known.get("command", "unknown")),
         ("trained", f"{trained_for(known)}, commit {known.get('git_commit', 'unknown')}"),
         ("data", trained_on(known) or "unknown"),
-        ("measured", ", ".join(measured) or "nothing"),
+        ("measured", ", ".join(figures) or "nothing"),
     ]
 
 

@@ -25,7 +25,7 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.files import checksum
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.text.benchmarks import questions_checksum
-from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer, load_tokenizer
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import read_answers
 from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED
@@ -57,7 +57,10 @@ def run(options: argparse.Namespace) -> None:
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
     asked = answered_questions(options.questions, answers)[1] if options.questions else None
     questions = match_questions(answers, asked)
-    tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
+    if options.questions:
+        tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
+    else:  # nothing is rendered
+        tokenizer = load_tokenizer(options.tokenizer, option="--tokenizer")
     drafters = text_drafters(specs, tokenizer, options.max_nodes)
     render = ChatRenderer(tokenizer).prompt if options.questions else None
     clear_output(options.output)

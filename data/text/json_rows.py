@@ -8,6 +8,7 @@ whole or not at all.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -266,12 +267,17 @@ class _Files:
             yield f" ({path.name}, {place})" if isinstance(record, MalformedJson) else "", record
 
     def _csv_records(self, path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+        """ValueError for rows of which pandas' usual parser drops quotes within a cell, takes lines from an open quote
+        on for one cell, or names each cell as the one before it, the header being shorter."""
         import pandas
 
-        options = self.csv_options | {"dtype": str, "na_filter": False, "chunksize": 1000}
+        csv.field_size_limit(2**31 - 1)  # 131,072 characters by default
+        options = self.csv_options | {"dtype": str, "na_filter": False, "chunksize": 1000, "engine": "python"}  # strict
         try:
             for chunk in pandas.read_csv(path, **options):
-                yield from (("", record) for record in chunk.to_dict("records"))
+                if options.get("index_col") is None and not isinstance(chunk.index, pandas.RangeIndex):
+                    raise ValueError("its rows have more fields than its header")
+                yield from (("", record) for record in chunk.fillna("").to_dict("records"))  # of a line cut short
         except ValueError as error:
             raise ValueError(
                 f"{path} cannot be read as CSV ({str(error).strip()}); mend it, or write its rows as JSONL"

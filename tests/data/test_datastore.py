@@ -1,10 +1,12 @@
 """Datastores: the suffix array, the folder's round trip, and folders that cannot be used."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from draft_heads.data import datastore
 from draft_heads.data.datastore import MANIFEST, Datastore, build_datastore, suffix_array
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.labels.shards import load_distilled
@@ -85,10 +87,28 @@ def test_of_a_distilled_folder_the_rows_are_taken_as_they_are(tmp_path, source, 
     assert (opened.manifest["conversations"], opened.manifest["dataset"]["name"]) == (5, "distilled")
     assert script.main([*words, "--overwrite", "--skip_bad_rows"]) == 2
     assert "holds distilled rows; leave them out" in capsys.readouterr().err
+    assert script.main([*words, "--overwrite", "--chat_template", "vicuna"]) == 2
+    assert "got vicuna with" in (told := capsys.readouterr().err) and "rendered already; leave it out" in told
+    assert Datastore.open(tmp_path / "out").manifest == opened.manifest
     manifest, own = tmp_path / "distilled" / "manifest.json", opened.manifest["tokenizer_hash"]
     manifest.write_text(manifest.read_text().replace(own, "another"))
     assert script.main([*words, "--overwrite"]) == 2
     assert f"was distilled with another, got {own}; pass" in capsys.readouterr().err
+
+
+def test_the_rows_of_a_distilled_conversation_count_once_and_stay_together(tmp_path, source, monkeypatch):
+    distilled, tokenizer = str(tmp_path / "distilled"), load_chat_tokenizer(TINY)
+    assert distill_script.main(["--target", TINY, "--dataset", str(source), "--output", distilled]) == 0
+    whole = load_distilled(distilled)
+    ids, asked = ["a", "b", "a", "c", "c"], ["x", "y", "x", "x", "y"]  # a's turns were rewritten, the c's are two
+    rows = whole.dataset.select(range(5)).remove_columns(["id", "conversation"])
+    rows = rows.add_column("id", ids).add_column("conversation", asked)
+    monkeypatch.setattr(datastore, "load_distilled", lambda folder: replace(whole, dataset=rows))
+    for limit, conversations, kept in ((1, 1, (0, 2)), (2, 2, (0, 1, 2)), (3, 3, (0, 1, 2, 3)), (None, 4, range(5))):
+        found = build_datastore(distilled, tokenizer, tmp_path / f"out-{limit}", limit)
+        assert found["conversations"] == conversations
+        expected = [token for row in kept for token in (*rows[row]["input_ids"], len(tokenizer))]
+        assert Datastore.open(tmp_path / f"out-{limit}").tokens.tolist() == expected
 
 
 def test_the_script_writes_a_folder_once(tmp_path, source, capsys):

@@ -65,11 +65,7 @@ def test_the_card_says_what_hubs_and_people_read(tmp_path):
             "of chats.jsonl (fingerprint f00)",
             "apache-2.0",
         ),
-        *(
-            "| simulated β | 2.5 |",
-            "| top-1 accuracy of drafted token 1 | 0.75 |",
-            'Target.from_pretrained("some/target")',
-        ),
+        *("| simulated β | 2.5 |", "| top-1 accuracy at offset 0 | 0.75 |", 'Target.from_pretrained("some/target")'),
     ):
         assert words in card, words
     assert "seconds" not in card

@@ -20,7 +20,7 @@ PROVENANCE = {
     "minutes": 9.5,
     "git_commit": "abc",
     "data": [{"name": "chats.jsonl", "fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
-    "metrics": {"eval_simulated_beta": 2.5},
+    "metrics": {"eval_simulated_beta": 2.5, "eval_accuracy_1": 0.75, "eval_accuracy_2": 0.5},
 }
 
 
@@ -48,7 +48,8 @@ def test_everything_of_a_trained_head_is_told(tmp_path, monkeypatch, capsys):
         *(
             "python train/ctc.py --target t",
             "2,997 conversations with 283,609 answer tokens of chats.jsonl (fingerprint f00)",
-            "simulated_beta 2.5",
+            # offsets count from 0, as in accuracy.md
+            "top-1 accuracy at offset 0: 0.75, top-1 accuracy at offset 1: 0.5, simulated β: 2.5",
         ),
     ):
         assert words in text, words
@@ -99,5 +100,5 @@ def test_large_figures_and_what_was_held_out_are_told(tmp_path, monkeypatch, cap
     disturbed(CTCHead, CTCConfig).save_pretrained(tmp_path, known)
     text, card = told(monkeypatch, capsys, tmp_path)[1], (tmp_path / "README.md").read_text()
     data = "2,933 conversations with 277,000 answer tokens of chats.jsonl (fingerprint f00), of which 64 more were held"
-    assert "windows 1,234,567" in text and data in text
+    assert "windows measured: 1,234,567" in text and data in text
     assert "| windows measured | 1,234,567 |" in card and data in card

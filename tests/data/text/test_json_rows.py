@@ -1,5 +1,6 @@
 """Rows of folders and of JSON with repeated keys: all that is there is read, or the file is named that is not."""
 
+import csv
 import gzip
 import json
 
@@ -256,6 +257,37 @@ def test_a_broken_file_of_a_folder_is_named(tmp_path):
     (tmp_path / "csv" / "train.csv").write_text("prompt\na\nb,c\n")
     with pytest.raises(ValueError, match=r"train\.csv cannot be read as CSV .*; mend it, or write its rows as JSONL"):
         list(read_rows(str(tmp_path / "csv")))
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("train.tsv", ["de\ten", '"Hallo" sagte er\tHe said hello']),  # was `Hallo sagte er`
+        ("train.tsv", ["de\ten", '"Ja\tYes', "Nein\tNo", '"Gut"\tGood']),  # was one row
+        ("train.tsv", ["de\ten", "Nein\tNo", '"Ja\tYes']),
+        ("train.csv", ["instruction,output", "Say hi,Hi,", "Say bye,Bye,"]),  # was Hi, with an empty output
+    ],
+    ids=["quotes within", "closed lines later", "never closed", "more than the header"],
+)
+def test_csv_whose_cells_are_not_what_is_written_is_refused(tmp_path, name, lines):
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=rf"{name} cannot be read as CSV .*; mend it, or write its rows as JSONL"):
+        list(read_rows(str(tmp_path)))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_quoted_cells_of_csv_hold_any_text(tmp_path, end):
+    rows = [
+        {"prompt": 'a "q", b', "system": "x\ny\r\nz"},
+        {"prompt": "w" * 200_000, "system": '"\u2028\\"'},
+        {"prompt": " s ", "system": ""},
+    ]
+    with (tmp_path / "train.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["prompt", "system"], lineterminator=end)
+        writer.writeheader()
+        writer.writerows(rows)
+        file.write(f"cut short{end}")
+    assert [row for _, row in read_rows(str(tmp_path))] == [*rows, {"prompt": "cut short", "system": ""}]
 
 
 def test_a_file_of_a_folders_format_may_be_read_in_a_folder(tmp_path):
