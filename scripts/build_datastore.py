@@ -20,7 +20,8 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.configs.options import add_flags, option_names
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.datastore import MANIFEST, build_datastore, is_distilled
+from draft_heads.data.datastore import MANIFEST
+from draft_heads.data.datastore_build import build_datastore, is_distilled
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer, load_tokenizer
 from draft_heads.data.text.conversations import DatasetOptions
 from draft_heads.data.text.json_rows import check_source

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from draft_heads.data.datastore import DEPTH, Datastore, suffix_array
+from draft_heads.data.datastore import DEPTH, Datastore
+from draft_heads.data.datastore_build import suffix_array
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterBuilder, DrafterSpec, options_of
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import described

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from draft_heads.data import datastore
-from draft_heads.data.datastore import MANIFEST, Datastore, build_datastore, suffix_array
+from draft_heads.data.datastore import MANIFEST, Datastore
+from draft_heads.data.datastore_build import build_datastore, suffix_array
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.chat_template import load_chat_tokenizer

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import torch
 
-import draft_heads.data.datastore
-from draft_heads.data.datastore import Datastore, build_datastore
+import draft_heads.data.datastore_build
+from draft_heads.data.datastore import Datastore
+from draft_heads.data.datastore_build import build_datastore
 
 
 def write_datastore(folder, corpora, vocabulary, monkeypatch):
@@ -17,8 +18,8 @@ def write_datastore(folder, corpora, vocabulary, monkeypatch):
     ]
     source = folder.with_suffix(".json")
     source.write_text(json.dumps(rows))
-    monkeypatch.setattr(draft_heads.data.datastore, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
-    monkeypatch.setattr(draft_heads.data.datastore, "ChatRenderer", StubRenderer)
+    monkeypatch.setattr(draft_heads.data.datastore_build, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
+    monkeypatch.setattr(draft_heads.data.datastore_build, "ChatRenderer", StubRenderer)
     build_datastore(str(source), StubTokenizer(vocabulary), folder)
     return Datastore.open(folder)
 

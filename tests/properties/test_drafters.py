@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_heads.configs.options import option_names
-from draft_heads.data.datastore import DEPTH, Datastore, suffix_array
+from draft_heads.data.datastore import DEPTH, Datastore
+from draft_heads.data.datastore_build import suffix_array
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import SlotLoop

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from draft_heads.data.datastore import build_datastore
+from draft_heads.data.datastore_build import build_datastore
 from draft_heads.data.text.chat_template import template_variables
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from tests.tiny_chat import byte_tokenizer, template, trained_runs
