@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draft_heads.data import datastore
+from draft_heads.data import datastore_build
 from draft_heads.data.datastore import MANIFEST, Datastore
 from draft_heads.data.datastore_build import build_datastore, suffix_array
 from draft_heads.data.fingerprint import tokenizer_hash
@@ -104,7 +104,7 @@ def test_the_rows_of_a_distilled_conversation_count_once_and_stay_together(tmp_p
     ids, asked = ["a", "b", "a", "c", "c"], ["x", "y", "x", "x", "y"]  # a's turns were rewritten, the c's are two
     rows = whole.dataset.select(range(5)).remove_columns(["id", "conversation"])
     rows = rows.add_column("id", ids).add_column("conversation", asked)
-    monkeypatch.setattr(datastore, "load_distilled", lambda folder: replace(whole, dataset=rows))
+    monkeypatch.setattr(datastore_build, "load_distilled", lambda folder: replace(whole, dataset=rows))
     for limit, conversations, kept in ((1, 1, (0, 2)), (2, 2, (0, 1, 2)), (3, 3, (0, 1, 2, 3)), (None, 4, range(5))):
         found = build_datastore(distilled, tokenizer, tmp_path / f"out-{limit}", limit)
         assert found["conversations"] == conversations

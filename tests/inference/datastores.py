@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-import draft_heads.data.datastore_build
+from draft_heads.data import datastore, datastore_build
 from draft_heads.data.datastore import Datastore
 from draft_heads.data.datastore_build import build_datastore
 
@@ -18,8 +18,9 @@ def write_datastore(folder, corpora, vocabulary, monkeypatch):
     ]
     source = folder.with_suffix(".json")
     source.write_text(json.dumps(rows))
-    monkeypatch.setattr(draft_heads.data.datastore_build, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
-    monkeypatch.setattr(draft_heads.data.datastore_build, "ChatRenderer", StubRenderer)
+    for module in (datastore, datastore_build):
+        monkeypatch.setattr(module, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
+    monkeypatch.setattr(datastore_build, "ChatRenderer", StubRenderer)
     build_datastore(str(source), StubTokenizer(vocabulary), folder)
     return Datastore.open(folder)
 
