@@ -24,8 +24,10 @@ OUTSIDE = {"fc": "layer_projection", "norm": "norm", "lm_head": "lm_head"}
 ONLY = {
     **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1, "logit_scale": 1.0},
     **{"norm_before_residual": False, "norm_output": False, "partial_rotary_factor": 1.0},
+    "layer_types": "full_attention",
 }
-"""Settings of other heads that this block does not have: their only values here, which are the loaders' defaults."""
+"""Settings of other heads that this block does not have: their only values here, which are the loaders' defaults; of
+`layer_types`, a list, the first."""
 
 
 def write(head: Eagle3Head, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -92,12 +94,13 @@ def tensors_of(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
 
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
-    """See `formats.Format`; published heads name no layers where they read the usual ones of their target."""
+    """See `formats.Format`; published heads name no layers, or an empty list, where they read the usual ones of their
+    target."""
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if inner is not None:
+    if inner not in (None, []):
         inner = [layer + 1 for layer in checked_layers(inner)]
-        if layers not in (None, inner):
+        if layers not in (None, [], inner):
             raise ValueError(
                 f"config.json names the layers {layers}, and {inner} in eagle_config (counted from one less); give "
                 "the right ones as --target_layers LOW MIDDLE HIGH"
@@ -145,14 +148,15 @@ def drafted_ids(tensors: dict[str, Tensor], classes: int, vocabulary: int) -> Te
 
 def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, layers: list[int] | None) -> Eagle3Head:
     """A head from the sizes of its block and its tensors."""
-    if layers is None:
+    if layers in (None, []):
         raise ValueError(
             "config.json names no layers of the target (eagle_aux_hidden_state_layer_ids), and a guess wrong by "
             "one is silent; give them as --target_layers LOW MIDDLE HIGH (published heads: 2, n/2 and n-3 of n)"
         )
     rope = config.get("rope_parameters") or {}
+    settings = {**config, **rope, "layer_types": (config.get("layer_types") or [None])[0]}
     for name, only in ONLY.items():
-        if (value := {**config, **rope}.get(name)) not in (None, only):
+        if (value := settings.get(name)) not in (None, only):
             raise ValueError(
                 f"{name} must be {only!r}; got {value!r}; such a head would draft nonsense and is not read"
             )

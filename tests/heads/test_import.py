@@ -117,6 +117,43 @@ def test_what_contradicts_itself_is_refused(tmp_path, name, size, change, told):
         read_folder(tmp_path)
 
 
+def changed(name, folder, changes):
+    """A head that reads layers 2, 5 and 9, whose config.json says something else beside."""
+    write_folder(eagle3(), name, folder, TARGET, "t")
+    config = json.loads((folder / "config.json").read_text())
+    changes(config, config.get("transformer_layer_config", config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["eagle3", "speculators"])
+def test_a_head_that_sees_a_window_of_its_text_is_refused(tmp_path, name):
+    """Newer trainers write them; read as one that sees all, it would draft worse in every text beyond the window."""
+
+    def seen(kind):
+        return lambda _, block: block.update(layer_types=[kind], sliding_window=2048)
+
+    assert read_folder(changed(name, tmp_path / "all", seen("full_attention"))).config.target_layers == [2, 5, 9]
+    with pytest.raises(ValueError, match="layer_types must be 'full_attention'; got 'sliding_attention'"):
+        read_folder(changed(name, tmp_path / "window", seen("sliding_attention")))
+
+
+def test_an_empty_list_of_layers_names_none(tmp_path):
+    layers = "eagle_aux_hidden_state_layer_ids"
+    inner = changed("eagle3", tmp_path / "inner", lambda config, _: config.update({layers: []}))
+    outer = changed("eagle3", tmp_path / "outer", lambda config, _: config.update(eagle_config={layers: []}))
+    assert [read_folder(one).config.target_layers for one in (inner, outer)] == [[2, 5, 9]] * 2
+
+    none = changed(
+        "eagle3", tmp_path / "none", lambda config, _: config.update({layers: [], "eagle_config": {layers: []}})
+    )
+    specs = changed("speculators", tmp_path / "specs", lambda config, _: config.update({layers: []}))
+    for folder in (none, specs):
+        with pytest.raises(ValueError, match=r"names no layers of the target .* as --target_layers LOW MIDDLE HIGH"):
+            read_folder(folder)
+        assert read_folder(folder, target_layers=[1, 2, 3]).config.target_layers == [1, 2, 3]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_checkpoint_with_weights_that_are_no_numbers_is_refused(tmp_path, value):
     head = medusa()
