@@ -110,6 +110,16 @@ def test_without_questions_there_are_no_categories(command, tmp_path):
     assert (row["category"], row["questions"], row["turns"]) == (None, 1, 2)
 
 
+def test_a_template_is_told_of_only_where_it_renders_prompts(command, tmp_path, caplog):
+    bare, told = load_chat_tokenizer(TINY), "has no chat template: the bundled vicuna is taken"
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    assert run(command, tokenizer=[str(tmp_path / "bare")], questions=None, drafters=["ngram"]) == 0
+    assert told not in caplog.text
+    assert run(command, tokenizer=[str(tmp_path / "bare")], drafters=["ngram"], output=[str(tmp_path / "asked")]) == 0
+    assert told in caplog.text
+
+
 def test_gsm8k_problems_are_numbered_from_0(command, tmp_path):
     problems = [{"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(5)]
     assert run(command, questions=[write(tmp_path / "gsm8k.jsonl", problems)], limit=["1"]) == 2  # two turns, one asked
