@@ -202,6 +202,7 @@ def run(options: argparse.Namespace) -> None:
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts)
     if evaluation is None:
         return
+    evaluation = replace(evaluation, options=evaluation.options | hf_rows)
     write_answers(options.output, evaluation, options.batch_size)
     facts = {"seed": options.seed, "command": own_command()}
     samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))

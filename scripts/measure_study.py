@@ -175,7 +175,8 @@ def head_facts(folder: Path, dtype: str | None) -> dict[str, float | None]:
 def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output: Path) -> list[dict[str, Any]]:
     """The rows of the reports of one run, made unless they are there; `dtype` of each is the target's.
 
-    Benchmarks with the same drafters and options are decoded together. A limit is of the parts of a mix, not of it.
+    Each benchmark is decoded by itself: of a drafter that learns from question to question, the figure on one depends
+    on none of the others, which may have the same questions. A limit is of the parts of a mix, not of it.
     """
     drafters = dict[str, dict[str, Cell]]()  # benchmark → name → a cell that has it
     for cell in cells:
@@ -184,25 +185,19 @@ def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output
             own[cell.drafter_name] = cell
         if cell.measure == "over_transformers":
             own.setdefault(TRANSFORMERS, replace(cell, drafter=TRANSFORMERS, head=""))
-    together = dict[tuple[Any, ...], list[str]]()
-    for name, own in drafters.items():
-        options = options_of(study, run, name, inputs.decoding)
-        specs = [(one, cell.drafter) for one, cell in own.items()]
-        together.setdefault((name in study.mixes, *specs, *map(str, options.items())), []).append(name)
     results = list[dict[str, Any]]()
-    for benchmarks in together.values():
-        folder, own = output / "_".join([run, *benchmarks]), drafters[benchmarks[0]]
-        options = options_of(study, run, benchmarks[0], inputs.decoding)
+    for name, own in drafters.items():
+        folder, options = output / f"{run}_{name}", options_of(study, run, name, inputs.decoding)
         limit = options.pop("limit", None)
-        asked = {name: questions_of(study, name, inputs, limit) for name in benchmarks}
-        made_from = decoded_from(asked, own, {**options, "limit": limit}, inputs)
+        asked = questions_of(study, name, inputs, limit)
+        made_from = decoded_from(name, asked, own, {**options, "limit": limit}, inputs)
         if must_be_made(folder, "report.json", made_from, inputs.overwrite):
-            files = {name: question_file(study, name, inputs, folder, asked[name]) for name in benchmarks}
-            print(f"{study.name}, {run}: {len(own)} drafters on {', '.join(files)}", flush=True)
+            file = question_file(study, name, inputs, folder, asked)
+            print(f"{study.name}, {run}: {len(own)} drafters on {name}", flush=True)
             named = [drafter_argument(cell, study, inputs.heads, inputs.draft_model) for cell in own.values()]
             words = ["--target", inputs.target, "--drafters", *(named or ["vanilla"])]
-            words += ["--benchmarks", *(f"{name}={file}" for name, file in files.items()), "--output", str(folder)]
-            limit = None if benchmarks[0] in study.mixes else limit
+            words += ["--benchmarks", f"{name}={file}", "--output", str(folder)]
+            limit = None if name in study.mixes else limit
             words += flags({**options, "limit": limit, "overwrite": inputs.overwrite})
             succeed(evaluate.main(words), "decoding")
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -217,7 +212,7 @@ def loaded_from(options: Mapping[str, Any], inputs: Inputs) -> dict[str, Any]:
 
 
 def decoded_from(
-    asked: Mapping[str, Sequence[Any]], drafters: Mapping[str, Cell], options: Mapping[str, Any], inputs: Inputs
+    benchmark: str, asked: Sequence[Any], drafters: Mapping[str, Cell], options: Mapping[str, Any], inputs: Inputs
 ) -> dict[str, Any]:
     """All that decides what a report says: questions, and files, by their content."""
     specs = {name: cell.drafter for name, cell in drafters.items()}
@@ -228,7 +223,7 @@ def decoded_from(
         "heads": {cell.head: content_of(inputs.heads[cell.head]) for cell in drafters.values() if cell.head},
         "draft_model": content_of(inputs.draft_model or "") if "{draft_model}" in str(specs) else None,
         "files": {word: content_of(word) for word in sorted(words)},
-        "questions": {name: hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] for name, rows in asked.items()},
+        "questions": {benchmark: hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]},
     }
 
 

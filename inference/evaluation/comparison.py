@@ -133,7 +133,16 @@ def facts(report: Report) -> dict[str, str]:
         known[f"{row['drafter']}: loaded"] = loaded(settings, row["drafter"])
     for drafter, options in report["options"].items():
         known |= {f"{drafter}: {name}": value for name, value in options.items()}
-    return {key: setting(value) for key, value in known.items() if value is not None}
+    for drafter, carried in (report.get("carried_over") or {}).items():  # of a run that was resumed, more
+        known[f"{drafter}: copies that began with nothing"] = carried["runs"] * carried["drafters_per_run"]
+    return {key: whole(value) for key, value in known.items() if value is not None}
+
+
+def whole(value: Any) -> str:
+    """A setting's value as text, of which nothing is cut."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={one}" for name, one in value.items()) or "none"
+    return setting(value)
 
 
 def loaded(settings: Mapping[str, Any], drafter: str) -> str:

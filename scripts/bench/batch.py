@@ -25,7 +25,7 @@ from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-from draft_heads.scripts.bench.decode import in_turn, prompts
+from draft_heads.scripts.bench.decode import check_forgets, in_turn, prompts
 from draft_heads.scripts.decoding_options import check_positive, drafter_specs, load_target, target_parser
 
 
@@ -34,6 +34,7 @@ class CountedBatches:
 
     def __init__(self, target: Target, spec: DrafterSpec, nodes: int, size: int) -> None:
         drafter = build_drafter(spec, target, nodes, size)
+        check_forgets({spec.name: drafter})
         self._engine, self._propose, self.size = BatchEngine(target, drafter), drafter.propose, size
         drafter.propose = self._counted  # type: ignore[method-assign]
         self.answers: list[list[int]] = []

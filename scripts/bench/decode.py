@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,16 @@ def ratio(over: list[float], under: list[float]) -> dict[str, float]:
     ratios = [a / b for a, b in zip(over, under)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
+
+
+def check_forgets(drafters: Mapping[str, Drafter]) -> None:
+    """ValueError for a drafter that would know from the first round the texts that every later round decodes."""
+    for name, drafter in drafters.items():
+        if any(one.carries_over and one.kind != "hybrid" for one in drafter.members()):  # whose counts know no text
+            raise ValueError(
+                f"a bench decodes the same texts in every round, and {name!r} keeps what it learned of them; "
+                "leave that off (keep=0, reuse_history=0, kgram_cache=0), or measure it with scripts/evaluate.py"
+            )
 
 
 def random_target(options: argparse.Namespace) -> Target:
@@ -267,6 +277,7 @@ def run() -> None:
     check_positive(options, "max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats")
     target = load_target(options) if options.target else random_target(options)
     engines = load_engines(drafter_specs(options.drafters), target, options.max_nodes, batch_size=1)
+    check_forgets({name: engine.drafter for name, engine in engines.items()})
     scripted = scripted_engines(target, options)
     if target.max_positions - options.prompt_tokens < max(NODES) + 1:
         raise ValueError(

@@ -25,6 +25,7 @@ TASK = CodeTask(
     test="def check(candidate):\n    assert candidate(3) == 6 and candidate(0) == 0\n",
 )
 LIMITS = CodeLimits(wall_seconds=3.0, cpu_seconds=1, memory_bytes=1 << 28, file_bytes=1 << 16)
+PAIR = "from dataclasses import dataclass\n\n@dataclass\nclass Pair:\n    n: int\n\n"
 WHOLE = "def twice(n):\n    return math.floor(helper(2 * n)) - 1\n"
 
 
@@ -180,6 +181,9 @@ def test_an_answer_with_the_function_replaces_it_and_any_other_goes_on():
         ("    import os\n    os._exit(0)", False),
         ("    return int(input())", False),  # no input
         (f"```python\n{WHOLE}if __name__ == '__main__':\n    twice(input())\n```", True),
+        (f"```python\n{PAIR}{WHOLE}both = Pair(1)\nassert both.n == 1\n```", True),
+        (f"```python\nfrom __future__ import annotations\n{PAIR}{WHOLE}```", True),
+        ("```python\ndef twice(n: Unknown):\n    return 2 * n\n```", False),  # a NameError, as in any file
     ],
 )
 def test_an_answer_passes_if_its_code_completes_the_test(answer, passes):

@@ -46,6 +46,13 @@ def test_an_answer_that_depends_on_the_batch_stops_it(target, monkeypatch):
         batch.measure(target, drafter_specs([]), [1, 2], 8, prompts(target, 2, 0), TOKENS, 1)
 
 
+def test_a_drafter_that_would_know_the_texts_of_earlier_rounds_is_refused(target):
+    for words in ("kept=ngram,keep=1", "kept=ngram,keep=1+prompt_lookup"):
+        with pytest.raises(ValueError, match="'kept' keeps what it learned of them; leave that off"):
+            batch.measure(target, drafter_specs([words]), [1, 2], 8, prompts(target, 2, 0), TOKENS, 1)
+    batch.measure(target, drafter_specs(["ngram+prompt_lookup"]), [2], 8, prompts(target, 2, 0), TOKENS, 1)
+
+
 def test_drafts_are_counted_and_their_time_shared(target):
     (_, spec), texts, settings = drafter_specs(["ngram"]), prompts(target, 3, 0), GenerationSettings(TOKENS)
     engine = DecodingEngine(target, build_drafter(spec, target, 8))

@@ -79,6 +79,28 @@ def test_other_questions_of_the_same_name_and_number_are_told(folders, capsys, t
     )  # of an older one
 
 
+def test_answers_that_more_copies_of_a_learning_drafter_shared_are_told(capsys, tmp_path):
+    for runs in (1, 2):
+        learnt = {"fast": {"runs": runs, "drafters_per_run": 3, "repeated_turns": {}}}
+        (tmp_path / str(runs)).mkdir()
+        write_json(tmp_path / str(runs) / "report.json", report_of() | {"carried_over": learnt})
+    text = output_of([str(tmp_path / "1"), str(tmp_path / "2")], capsys).out
+    assert "| fast: copies that began with nothing | 3 | 6 |" in text
+
+
+def test_a_difference_at_the_end_of_a_long_value_is_told(capsys, tmp_path):
+    for places in (30, 300):
+        part = {"max_nodes": 32, "n": 16, "k": 10, "least": 1, "levels": 3, "places": places}
+        report = report_of(own_settings_applied={"suppress_tokens": [*range(100, 130), places]})
+        report["options"]["fast"] = {"max_nodes": 32, "parts": {"ngram": {"n": 5, "keep": 0}, "rest": part}}
+        (tmp_path / str(places)).mkdir()
+        write_json(tmp_path / str(places) / "report.json", report)
+    apart = output_of([str(tmp_path / "30"), str(tmp_path / "300")], capsys).out.split("| benchmark |")[0]
+    parts, own = (next(line for line in apart.splitlines() if key in line) for key in ("fast: parts", "own_settings"))
+    assert parts.index("'places': 30}") < parts.index("'places': 300}")
+    assert own.index("129, 30]") < own.index("129, 300]")
+
+
 def checksums_of(words):
     return loaded_checksums({drafter: loaded_by(drafter) for drafter in words})
 

@@ -103,10 +103,10 @@ def test_transformers_is_a_baseline_with_a_row_of_its_own(drawn, command, tmp_pa
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     rows = {row["drafter"]: row for row in report["results"] if row["benchmark"] == "mt_bench" and not row["category"]}
     assert list(rows) == ["vanilla", "transformers", "hf_lookup", "plain"]
-    assert rows["hf_lookup"]["lossless"] == rows["transformers"]["lossless"]
+    row, lookup = rows["transformers"], rows["hf_lookup"]
+    assert (lookup["lossless"], report["options"]["hf_lookup"]) == (row["lossless"], {"prompt_lookup": "3"})
     shown = [(one["benchmark"], one["drafter"], one["trees"]) for one in report["samples"]]
     assert set(shown) <= {(name, "hf_lookup", None) for name in ("mt_bench", "sums")}  # if it drafted anything
-    row = rows["transformers"]
     assert row["lossless"] == {"identical_turns": 4, "turns": 4, "near_ties": 0, "unexplained": 0}
     assert (row["beta"], row["over_transformers"]) == (1.0, 1.0)
     assert row["time_share"] == {"draft": 0.0, "verify": 1.0, "accept": 0.0, "other": 0.0}

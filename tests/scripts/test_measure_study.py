@@ -59,6 +59,24 @@ def test_a_limit_is_of_the_parts_of_a_mix_and_generate_runs_where_it_is_compared
     assert "transformers" in alone and "transformers" not in mixed
 
 
+def test_what_a_drafter_learned_on_one_benchmark_does_not_count_on_another(tmp_path):
+    mixes = {"first": "{of: [a], each: 3}", "second": "{of: [a], each: 3, consecutive: 1}"}
+    asked = [{"turns": [f"{number} tables have {number + 2} ribbons each. How many?"]} for number in (3, 5, 8)]
+    (tmp_path / "a").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    found = {}
+    for named in (("second",), ("first", "second")):
+        study = tmp_path / f"{len(named)}.yaml"
+        columns = {name: {"benchmark": name} for name in named}
+        lines = [f"  {name}: {mixes[name]}" for name in named]
+        lines = ["title: T", "mixes:", *lines, f"rows: {{kept: {{drafter: 'ngram,keep=1'}}}}\ncolumns: {columns}"]
+        study.write_text("\n".join([*lines, "settings: {max_new_tokens: 24}", "cell: {measure: beta}"]))
+        target = str(tiny_study.TARGET)
+        inputs = measure_study.Inputs(target, {}, {"a": str(tmp_path / "a")}, None, {"threads": 1, "device": "cpu"})
+        found[named] = measure_study.measure(read_study(str(study)), inputs, tmp_path / f"out{len(named)}")
+    (alone,), (_, after) = (values.values() for values in found.values())
+    assert after == alone  # `first` had the same questions
+
+
 @pytest.mark.parametrize(
     ("file", "named"),
     [
