@@ -58,6 +58,7 @@ def test_a_thought_is_not_scored():
         ("<think>14?</think> It is 15.", 1.0),
         ("<think>14?</think><think>Or 15", 0.0),
         ("It is 15. <think>Or 14?", 1.0),
+        ("<|channel|>analysis<|message|>3 * 5 = 15. Or 14? Let me check: 15", 0.0),
     ],
 )
 def test_a_thought_that_never_ends_is_not_scored(answer, right):
