@@ -37,8 +37,8 @@ def whole_text(turn: _Answered) -> str:
 class Scorer:
     """Scores answers, what follows their thoughts, each text to a question once; lossless drafters share the target's.
 
-    Of an answer that ends within its thought, what comes before it is scored: nothing, if it begins with `<think>` or, as
-    gpt-oss writes it, `<|channel|>analysis`.
+    Of an answer that ends within its thought, what comes before it is scored: nothing, if it begins with `<think>` or
+    with gpt-oss's `<|channel|>analysis`.
     run_code: whether code from answers may be run on this machine, without which `pass_at_1` is not scored. ValueError
     if it may and the machine cannot limit it.
     """
@@ -55,7 +55,7 @@ class Scorer:
         """{name of the score: value} of the answer to a question's last turn; empty if it is not scored."""
         if question.score is None or self._why_not(question.score):
             return {}
-        answer = answer.rpartition("</think>")[2].partition("<think>")[0].partition("<|channel|>analysis")[0]
+        answer = re.split(r"<think>|<\|channel\|>analysis", answer.rpartition("</think>")[2])[0]
         key = question.question_id, answer
         if key not in self._known:
             self._known[key] = {question.score: _value(question, answer)}
