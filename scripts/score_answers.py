@@ -30,7 +30,7 @@ from draft_heads.inference.evaluation.answer_files import (
 )
 from draft_heads.inference.evaluation.metrics import score_figures, turn_figures, without_shared_seconds
 from draft_heads.inference.evaluation.report import write_json
-from draft_heads.inference.evaluation.scores import TITLES, Scorer, mean_scores, whole_text
+from draft_heads.inference.evaluation.scores import TITLES, Scorer, mean_scores
 from draft_heads.scripts.decoding_options import answered_questions, check_code, script_parser
 
 HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)", "γ", "equal texts")
@@ -109,7 +109,7 @@ def score_answers(
     for key, answer in answers.items():
         question, found = asked.get(answer.question_id), dict[str, float]()
         if question is not None and len(answer.turns) == len(question.turns):
-            found = scorer(question, whole_text(answer.turns[-1]))
+            found = scorer(question, answer.turns[-1].text, answer.turns[-1].in_thought)
         for group in {None, question.group if question is not None else None}:
             score = scores.setdefault(group, AnswerScore(seed=seed))
             score.pairs.append((answer, baseline[key]))

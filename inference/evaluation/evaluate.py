@@ -35,7 +35,6 @@ from draft_heads.inference.evaluation.decoded import (
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, has_stop_rules
 from draft_heads.inference.evaluation.lossless import Oracle, judge
 from draft_heads.inference.evaluation.meter import Meter
-from draft_heads.inference.evaluation.scores import whole_text
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
@@ -52,11 +51,12 @@ Render = Callable[[Messages, Extra], list[int]]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Named questions; `score(question, answer)` gives the scores of the answer to a question's last turn, by name."""
+    """Named questions; `score(question, answer, in_thought)` gives the scores of the answer to a question's last turn,
+    by name (`scores.Scorer`)."""
 
     name: str
     questions: Sequence[Question]
-    score: Callable[[Question, str], dict[str, float]] | None = None
+    score: Callable[[Question, str, bool], dict[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def scores_of(record: TurnRecord, benchmark: Benchmark) -> dict[str, float]:
     """The scores of a turn by name, which only a question's last one has."""
     question = benchmark.questions[record.question]
     last = record.turn == len(question.turns) - 1
-    return benchmark.score(question, whole_text(record)) if benchmark.score is not None and last else {}
+    return benchmark.score(question, record.text, record.in_thought) if benchmark.score is not None and last else {}
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from draft_heads.data.text.benchmarks import Question, gsm8k_answer
 from draft_heads.data.text.known_benchmarks import SCORES
@@ -20,18 +20,6 @@ TITLES = dict(zip(SCORES, ("accuracy", "ROUGE-2 (F)", "pass@1")))
 
 _UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 """Scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters."""
-
-
-class _Answered(Protocol):
-    @property
-    def text(self) -> str: ...
-    @property
-    def in_thought(self) -> bool: ...
-
-
-def whole_text(turn: _Answered) -> str:
-    """The text of a turn after the `<think>` that its prompt ends with, if it does."""
-    return "<think>" + turn.text if turn.in_thought else turn.text
 
 
 class Scorer:
@@ -51,11 +39,15 @@ class Scorer:
         if run_code and "pass_at_1" in wanted:
             check_machine()
 
-    def __call__(self, question: Question, answer: str) -> dict[str, float]:
-        """{name of the score: value} of the answer to a question's last turn; empty if it is not scored."""
+    def __call__(self, question: Question, answer: str, in_thought: bool = False) -> dict[str, float]:
+        """{name of the score: value} of the answer to a question's last turn; empty if it is not scored.
+
+        in_thought: whether the prompt ends with the `<think>` that the answer goes on from
+        """
         if question.score is None or self._why_not(question.score):
             return {}
-        answer = re.split(r"<think>|<\|channel\|>analysis", answer.rpartition("</think>")[2])[0]
+        _, ended, shown = answer.rpartition("</think>")
+        answer = "" if in_thought and not ended else re.split(r"<think>|<\|channel\|>analysis", shown)[0]
         key = question.question_id, answer
         if key not in self._known:
             self._known[key] = {question.score: _value(question, answer)}

@@ -5,9 +5,10 @@ import functools
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_heads.heads.checkpoint import head_classes
+from draft_heads.heads.checkpoint import head_classes, head_variants
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import Drafter, SlotLoop, VanillaDrafter
+from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.target.target import Target
@@ -15,13 +16,16 @@ from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
 
 __all__ = [
+    "HEADS",
     "RANDOM_TARGETS",
     "ForkedDrafter",
     "Rerun",
     "ScriptedDrafter",
     "check_prompts",
+    "drafter_of",
     "in_slots",
     "load_target",
+    "make_drafter",
     "make_head",
     "make_prompts",
     "oracle_of",
@@ -29,6 +33,9 @@ __all__ = [
     "untrained_head",
     "vanilla_tokens",
 ]
+
+HEADS = [("vanilla", {}), *dict(head_variants().values()).items(), ("ctc", {"frames_from": "chain"})]
+"""Of each kind the last variant, which has most parts; `tests/test_every_head.py` lets every variant run ahead."""
 
 
 def vanilla_tokens(target, prompt, settings):
@@ -50,6 +57,20 @@ def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):
     for parameter in head.parameters():
         parameter.data += scale * torch.randn_like(parameter)
     return head.to(target.dtype)
+
+
+def make_drafter(target, kind, settings, max_nodes=12):
+    """The drafter of an untrained head, or `vanilla`."""
+    if kind == "vanilla":
+        return VanillaDrafter(target.device)
+    return drafter_for(make_head(target, kind, scale=0.4, **settings).eval(), target, max_nodes)
+
+
+def drafter_of(target, words, max_nodes=12):
+    """The drafter that `words` name, its heads untrained: `medusa:head+ngram`."""
+    builder = DrafterBuilder(target, max_nodes)
+    builder.head = lambda kind, path: make_head(target, kind, scale=0.4).eval()
+    return builder.build(DrafterSpec.parse(f"drafter={words}"))
 
 
 def in_slots(make, count):

@@ -136,7 +136,7 @@ def test_columns_are_rows_in_place_of_categories_and_answers_keep_theirs():
 
 
 def test_every_score_has_a_field_of_its_own_and_is_of_last_turns():
-    def score(question, answer):
+    def score(question, answer, in_thought):
         return {"rouge2": len(answer) / 8} if question.question_id == 1 else {"pass_at_1": float(answer == "ih")}
 
     evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [replace(benchmark(), score=score)], render)
