@@ -1,5 +1,5 @@
-"""Steps captured as CUDA graphs (without a GPU by a stand-in): what is captured, when it is replayed, over which memory;
-answers do not change."""
+"""Steps captured as CUDA graphs, without a GPU by a stand-in: what is captured, when it is replayed and over which
+memory; answers do not change."""
 
 import itertools
 from contextlib import contextmanager
