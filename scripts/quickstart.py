@@ -10,15 +10,20 @@ changes the time and not β. An earlier quickstart in OUTPUT is replaced.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from draft_heads.configs.command_line import exit_status
 
+import torch
 from rich.console import Console
 from rich.rule import Rule
 
@@ -35,16 +40,43 @@ INPUTS = ("conversations", "dialogues", "word_problems")
 """The files of the folder's `data`, made here."""
 
 
-def run(console: Console, title: str, *command: str) -> None:
-    """Run one step as its own command; a failing step ends the quickstart with that step's message."""
-    command = tuple(relative_paths(command, ROOT))  # where it runs
+def run(console: Console, title: str, commands: dict[str, tuple[str, ...]], at_once: int = 1) -> None:
+    """Run a step's commands, `at_once` of them at a time, each in a process of its own.
+
+    The lines of one of several commands begin with its name. A failing command ends the quickstart, after the others'
+    end, with that command's message.
+    """
+    commands = {name: tuple(relative_paths(command, ROOT)) for name, command in commands.items()}  # where it runs
     console.print(Rule(title))
-    console.print(f"$ python {shlex.join(command)}", soft_wrap=True)
+    for command in commands.values():
+        console.print(f"$ {shlex.join(command)}", soft_wrap=True)
     start = time.monotonic()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
-    if done.returncode:
-        sys.exit(f"quickstart: the step '{title}' failed (status {done.returncode}); its message is above")
+    if len(commands) == 1:
+        status = [subprocess.run(**_here(command), check=False).returncode for command in commands.values()]
+    else:
+        with ThreadPoolExecutor(at_once) as pool:
+            status = list(pool.map(partial(_named_lines, console), commands, commands.values()))
+    if any(status):
+        sys.exit(f"quickstart: the step '{title}' failed (status {max(status)}); its message is above")
     console.print(f"{title}: {time.monotonic() - start:.0f} s", style="dim")
+
+
+def _here(command: tuple[str, ...]) -> dict[str, Any]:
+    """What runs a shown command with this Python, as arguments of `subprocess`."""
+    module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
+    own = {"PYTHONUNBUFFERED": "1"} | (
+        {"OMP_NUM_THREADS": "1"} if module else {}
+    )  # torchrun's choice, without its words
+    return {"args": [sys.executable, *module, *command[1:]], "cwd": ROOT, "env": {**os.environ, **own}}
+
+
+def _named_lines(console: Console, name: str, command: tuple[str, ...]) -> int:
+    """Run a command, print its lines after its name, and return its status."""
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(**_here(command), **output) as process:
+        for line in process.stdout or ():
+            console.print(f"{name}: {line.rstrip()}", soft_wrap=True)
+    return process.returncode
 
 
 def main() -> None:
@@ -78,35 +110,40 @@ def main() -> None:
     for name, rows in inputs.items():
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
-    steps = len(args.heads) + 2
     depth = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     layers = max((head_classes(kind)[1].usual_layers(depth) for kind in args.heads), key=len)
+    # Two processes of one thread each do more than one of two; what a GPU does fast needs no second.
+    processes = 1 if torch.cuda.is_available() else min(2, torch.get_num_threads())
+    python = ("torchrun", "--nproc_per_node", str(processes)) if processes > 1 else ("python",)
 
-    run(
-        console, f"1/{steps} distil: the target answers, its tokens are the labels",
-        "scripts/distill.py", "--target", target, "--dataset", str(files["conversations"]), "--output", distilled,
-        "--labels", "generate", "--max_new_tokens", "128", "--batch_size", "128", "--hidden_states",
-        *(["--target_layers", *map(str, layers)] if layers else []),
+    distil = (
+        *python, "scripts/distill.py", "--target", target, "--dataset", str(files["conversations"]),
+        "--output", distilled, "--labels", "generate", "--max_new_tokens", "128", "--batch_size", "128",
+        "--hidden_states", *(["--target_layers", *map(str, layers)] if layers else []),
     )  # fmt: skip
-    drafters = ["transformers", "ngram"]  # the other plain loop, and what needs no training
-    for number, kind in enumerate(args.heads, 2):
-        head = str(output / kind / "head")
-        run(
-            console, f"{number}/{steps} train {head_classes(kind)[1].title}: {args.steps:,} steps",
-            *trainer_script(kind), "--target", target, "--dataset", distilled, "--output_dir", str(output / kind),
-            "--max_steps", str(args.steps),
-        )  # fmt: skip
-        drafters += [f"{kind}={head}", *([f"{kind}_ngram={kind}:{head}+ngram"] if number == 2 else [])]
-    run(
-        console, f"{steps}/{steps} decode, and compare with the plain loop",
-        "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
+    run(console, "1/3 distil: the target answers, its tokens are the labels", {"distil": distil})
+    train = {
+        kind: (
+            "python", *trainer_script(kind), "--target", target, "--dataset", distilled,
+            "--output_dir", str(output / kind), "--max_steps", str(args.steps), "--threads", "1",
+        )
+        for kind in args.heads
+    }  # fmt: skip
+    titles = " and ".join(head_classes(kind)[1].title for kind in args.heads)
+    run(console, f"2/3 train {titles}: {args.steps:,} steps", train, processes)
+    drafters = [f"{kind}={output}/{kind}/head" for kind in args.heads]
+    drafters.insert(1, f"{args.heads[0]}_ngram={args.heads[0]}:{output}/{args.heads[0]}/head+ngram")
+    decode = (
+        "python", "scripts/evaluate.py", "--target", target,
+        "--drafters", "transformers", "ngram", *drafters,  # the other plain loop, what needs no training, and heads
         "--benchmarks", *(f"{name}={files[name]}" for name in INPUTS[1:]), "--output", report,
     )  # fmt: skip
+    run(console, "3/3 decode, and compare with the plain loop", {"decode": decode})
     console.print(Rule("done"))
-    heads, shown = (relative_paths(path, ROOT) for path in (f"{output}/*/head", f"{report}/report.html"))
+    trained, shown = (relative_paths(path, ROOT) for path in (f"{output}/*/head", f"{report}/report.html"))
     console.print(
-        f"{(time.monotonic() - start) / 60:.1f} minutes. The trained heads are in {heads}. On your own model (NAME is "
-        "a folder or a hub id):\n",
+        f"{(time.monotonic() - start) / 60:.1f} minutes. The trained heads are in {trained}. On your own model (NAME "
+        "is a folder or a hub id):\n",
         soft_wrap=True,
     )
     for command in next_commands():

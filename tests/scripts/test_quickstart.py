@@ -35,14 +35,46 @@ def test_the_heads_of_the_quickstart_are_all_there_are():
 def test_commands_are_shown_and_run_with_paths_of_the_checkout(monkeypatch):
     ran = []
     done = SimpleNamespace(returncode=0)
-    monkeypatch.setattr(quickstart.subprocess, "run", lambda words, **_: ran.append(words) or done)
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda args, **_: ran.append(args) or done)
     console = plain_console()
     console.file, console.width = io.StringIO(), 80
     target, head = str(quickstart.TARGET), f"ctc={quickstart.ROOT}/runs/ctc/head"
-    quickstart.run(console, "a step", "scripts/evaluate.py", "--target", target, head, "/elsewhere/x")
-    assert ran[0][1:] == ["scripts/evaluate.py", "--target", "data/tiny_target", "ctc=runs/ctc/head", "/elsewhere/x"]
+    words = ("scripts/evaluate.py", "--target", target, head, "/elsewhere/x")
+    shown = ["scripts/evaluate.py", "--target", "data/tiny_target", "ctc=runs/ctc/head", "/elsewhere/x"]
+    quickstart.run(console, "a step", {"one": ("python", *words)})
+    quickstart.run(console, "a step", {"one": ("torchrun", "--nproc_per_node", "2", *words)})
+    assert ran == [
+        [sys.executable, *shown],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *shown],
+    ]
     printed = console.file.getvalue()
-    assert "$ python scripts/evaluate.py --target data/tiny_target ctc=runs/ctc/head /elsewhere/x" in printed
+    assert f"$ python {' '.join(shown)}\n" in printed
+    assert f"$ torchrun --nproc_per_node 2 {' '.join(shown)}\n" in printed
+
+
+def test_commands_side_by_side_run_together_and_their_lines_begin_with_their_names(tmp_path):
+    """Each waits for the other's file, so one after the other would never end."""
+    script = (
+        "import pathlib, sys, time\n"
+        "own, other, status = sys.argv[1:]\n"
+        "pathlib.Path(own).touch()\n"
+        "limit = time.monotonic() + 60\n"
+        "while not pathlib.Path(other).exists() and time.monotonic() < limit: time.sleep(0.01)\n"
+        "print(pathlib.Path(other).exists(), 'line')\n"
+        "sys.exit(int(status))\n"
+    )
+    console = plain_console()
+    console.file, console.width = io.StringIO(), 80
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    quickstart.run(
+        console, "both", {"x": ("python", "-c", script, a, b, "0"), "y": ("python", "-c", script, b, a, "0")}, 2
+    )
+    printed = console.file.getvalue().splitlines()
+    assert "x: True line" in printed and "y: True line" in printed
+    with pytest.raises(SystemExit, match="the step 'both' failed \\(status 3\\)"):
+        quickstart.run(
+            console, "both", {"x": ("python", "-c", script, a, b, "3"), "y": ("python", "-c", script, b, a, "0")}, 2
+        )
 
 
 def test_only_a_folder_of_a_quickstart_is_replaced(tmp_path):
