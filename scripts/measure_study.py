@@ -16,6 +16,7 @@ import torch
 from draft_heads.data.common.files import write_text
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
+from draft_heads.inference.evaluation import carried_over
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.made_from import content_of, must_be_made
 from draft_heads.inference.evaluation.studies import (
@@ -284,6 +285,12 @@ def write_study(
     words = [f"{name}: {' '.join(flags(options))}" for name, options in decoded.items() if flags(options)]
     if any(cell.of_report for cell in study.cells.values()):
         notes.append(f"Decoded by scripts/evaluate.py with {'; '.join(words)}; what is not named is its default.")
+    decodings = (
+        f"{cell.run}_{cell.benchmark}" for at, cell in study.cells.items() if cell.of_report and at in measured
+    )
+    for folder in dict.fromkeys(decodings):
+        report = json.loads((output / folder / "report.json").read_text(encoding="utf-8"))
+        notes += [note for note in carried_over.notes(report["carried_over"]) if note not in notes]
     if tiny:
         notes.insert(0, "This is the tiny form: its figures mean nothing.")
     parts: list[str] = [f"# {study.title}", study_table(study, measured, target), *notes, *study.notes]

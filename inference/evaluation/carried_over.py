@@ -40,17 +40,20 @@ def carried_over(
 
 
 def notes(carried: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A sentence or two for each drafter in `carried_over`."""
-    sentences = []
+    """A sentence or two for the drafters in `carried_over`; those of which the same is true share theirs."""
+    sharing = dict[tuple[str, str], list[str]]()
     for name, facts in carried.items():
         runs, alike = facts["runs"], facts["drafters_per_run"]
         split = f"{runs} runs or processes, {alike} sequences at a time"
         begun = f"{runs * alike} copies of it shared the questions, each beginning with nothing ({split})"
         if runs * alike == 1:
             begun = "one drafter answered all questions in order"
-        note = f"{name} learns from question to question, so its β depends on those before: here {begun}."
-        if again := {benchmark: count for benchmark, count in facts["repeated_turns"].items() if count}:
-            counts = ", ".join(f"{benchmark} {count}" for benchmark, count in again.items())
-            note += f" Turns that had been asked and answered before, whose β is that of a known text: {counts}."
-        sentences.append(note)
+        again = {benchmark: count for benchmark, count in facts["repeated_turns"].items() if count}
+        counts = ", ".join(f"{benchmark} {count}" for benchmark, count in again.items())
+        known = f" Turns that had been asked and answered before, whose β is that of a known text: {counts}."
+        sharing.setdefault((begun, known * bool(again)), []).append(name)
+    sentences = []
+    for (begun, known), names in sharing.items():
+        who = f"{names[0]} learns" if len(names) == 1 else f"{', '.join(names)}: each learns"
+        sentences.append(f"{who} from question to question, so its β depends on those before: here {begun}.{known}")
     return sentences

@@ -8,6 +8,7 @@ processes and the sizes of files (`code_runner`). Its process group is killed an
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import os
 import re
@@ -32,6 +33,7 @@ _COMPLETED, _FAILED, _UNENFORCED = "completed", "failed", "unenforced"
 _INDENT = "    "
 _FENCED = re.compile(r"^[^\n`]*?(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
 _FUTURE = re.compile(r"^[ \t]*from __future__ import [\w, ]+$", re.MULTILINE)
+_VALUES = frozenset(dir(builtins)) - {"input", "open", "exec", "eval", "exit", "quit", "breakpoint"}
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -57,7 +59,8 @@ def program_of(answer: str, task: CodeTask) -> str:
     An answer that has the function replaces the prompt from its `def` on, so that the prompt's imports and helpers are
     kept; any other continues the prompt, as base models do. What does not compile after either is left out.
     """
-    function = re.compile(rf"^(?:async )?def {re.escape(task.entry_point)}\b", re.MULTILINE)
+    name = re.escape(task.entry_point)
+    function = re.compile(rf"^(?:(?:async )?def {name}\b|{name}[ \t]*=[ \t]*lambda\b)", re.MULTILINE)
     first = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(answer))  # Python wants them above all else
     code, asked = code_of(_FUTURE.sub("", answer), function), function.search(task.prompt)
     if not function.search(code):
@@ -69,8 +72,8 @@ def program_of(answer: str, task: CodeTask) -> str:
 
 def code_of(answer: str, function: re.Pattern[str]) -> str:
     """The longest run of lines that compiles and gives the function a body, in the first fenced block that has one, or
-    else in the text; before it the imports and definitions of the other blocks. Without one the first block, or the
-    whole text. A block may lack its end."""
+    else in the text; before it the imports, definitions and constants of the other blocks. Without one the first block,
+    or the whole text. A block may lack its end."""
     blocks = [textwrap.dedent(block) for _, block in _FENCED.findall(answer)]
     for index, text in enumerate((*blocks, answer)):
         lines = text.split("\n")
@@ -121,20 +124,36 @@ def _wrong_line(code: str, function: re.Pattern[str] | None = None) -> int | Non
     last = next((node for node in reversed(tree.body) if _is(node, function)), None)
     if last is None:
         return 0
+    if isinstance(last, ast.Assign):
+        return None  # a lambda
     texts = (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in last.body)
     return last.lineno if all(text or isinstance(node, ast.Pass) for text, node in zip(texts, last.body)) else None
 
 
-def _is(node: ast.stmt, function: re.Pattern[str]) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+def _is(node: ast.stmt, function: re.Pattern[str]) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign]:
+    """Whether a statement defines the function, by `def` or as a lambda."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+        return any(function.match(f"def {target.id}") for target in node.targets if isinstance(target, ast.Name))
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and bool(function.match(f"def {node.name}"))
 
 
 def _definitions(block: str, function: re.Pattern[str]) -> str:
-    """The imports, functions and classes of a block but for the function."""
+    """The imports, functions, classes and constants of a block but for the function and what needs it."""
     if _wrong_line(block) is not None:
         return ""
-    nodes = (node for node in ast.parse(block).body if isinstance(node, _DEFINITIONS) and not _is(node, function))
-    return "".join(f"{ast.unparse(node)}\n" for node in nodes)
+    kept, known = [], set(_VALUES)
+    for node in ast.parse(block).body:
+        parts = list(ast.walk(node))
+        names = [part for part in parts if isinstance(part, ast.Name)]
+        bound = {part.id for part in names if isinstance(part.ctx, ast.Store)}
+        bound |= {part.arg for part in parts if isinstance(part, ast.arg)}  # of a lambda
+        if isinstance(node, ast.Assign | ast.AnnAssign) and all(part.id in known | bound for part in names):
+            known |= bound  # `MOD = 10**9 + 7`, `VOWELS = set("aeiou")`
+        elif not isinstance(node, _DEFINITIONS):
+            continue
+        if not _is(node, function):
+            kept.append(f"{ast.unparse(node)}\n")
+    return "".join(kept)
 
 
 @cache

@@ -50,6 +50,10 @@ def forms_of(prompt: str, body: str) -> dict[str, str]:
         "imports in a block of their own": f"```\nimport math\nfrom typing import *\n```\nThen\n```\n{whole}```",
         "the beginning, and then all": f"You gave\n```python\n{prompt}```\nso\n```python\n{whole}```",
         "the beginning, and then all, unfenced": f"{prompt}\n\n{whole}",
+        "constants in a block of their own": (
+            "```\nFIRST, plus = 0, lambda a, b: a + b\nSTART: int = FIRST + len('')\nanswer = running([int(input())])\n```\n"
+            f"```\n{whole.replace('total, sums = 0', 'total, sums = START')}```"
+        ),
         "a future import": f"```python\nfrom __future__ import annotations\n{whole}```",
         "a future import below another": f"import math\nfrom __future__ import annotations\n{whole}",
     }
@@ -83,6 +87,15 @@ def test_a_helper_in_its_own_block_is_kept_and_what_else_is_there_is_not():
     namespace = {}
     exec(program_of(answer, TASK).replace("check(running)", ""), namespace)
     assert namespace["running"]([]) == 3 and "os" in namespace
+
+
+@pytest.mark.parametrize("head", ["running = lambda", "running  =  lambda"])
+def test_a_lambda_is_a_function(head):
+    line = f"{head} numbers: [sum(numbers[: end + 1]) for end in range(len(numbers))]"
+    for answer in (line, f"```python\n{line}\n```", f"So:\n```python\n{line}\n```\n```python\nrunning([1, 2])\n```"):
+        namespace = {}
+        exec(program_of(answer, TASK).replace("check(running)", ""), namespace)
+        assert namespace["running"]([3, 4, 5]) == [3, 7, 12], answer
 
 
 def test_an_answer_of_many_lines_is_read_in_time():

@@ -138,6 +138,7 @@ def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
     facts = {"runs": 1, "drafters_per_run": 1, "repeated_turns": {"one": 1, "two": 1}}
     assert found.carried_over == {"learns": facts}
     (note,) = notes(found.carried_over)
+    assert notes({"a": facts, "b": facts}) == [note.replace("learns learns", "a, b: each learns")]
     assert "one drafter answered all questions in order" in note and note.endswith("a known text: one 1, two 1.")
     several = carried_over({"learns": [learner] * 4, "plain": [plain]}, found.records, runs=2)
     assert several["learns"] == {**facts, "runs": 2, "drafters_per_run": 4} and "plain" not in several
