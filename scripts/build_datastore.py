@@ -33,6 +33,8 @@ def run(options: argparse.Namespace) -> None:
     check_positive(options, "limit")
     check_output(options.output, options.overwrite, MANIFEST)
     check_source(options.dataset)
+    if options.output.resolve() == Path(options.dataset).resolve():
+        raise ValueError(f"--output must be another folder than --dataset; both are {options.output}; name a new one")
     if is_distilled(options.dataset):
         if options.chat_template:
             raise ValueError(
