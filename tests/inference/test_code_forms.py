@@ -51,7 +51,8 @@ def forms_of(prompt: str, body: str) -> dict[str, str]:
         "the beginning, and then all": f"You gave\n```python\n{prompt}```\nso\n```python\n{whole}```",
         "the beginning, and then all, unfenced": f"{prompt}\n\n{whole}",
         "constants in a block of their own": (
-            "```\nFIRST, plus = 0, lambda a, b: a + b\nSTART: int = FIRST + len('')\nanswer = running([int(input())])\n```\n"
+            "```\nFIRST, plus = 0, lambda a, b: a + b\nSTART: int = FIRST + len('')\n"
+            "answer = running([int(input())])\n```\n"
             f"```\n{whole.replace('total, sums = 0', 'total, sums = START')}```"
         ),
         "a future import": f"```python\nfrom __future__ import annotations\n{whole}```",
