@@ -76,14 +76,23 @@ def code_of(answer: str, function: re.Pattern[str]) -> str:
     or the whole text. A block may lack its end."""
     blocks = [textwrap.dedent(block) for _, block in _FENCED.findall(answer)]
     for index, text in enumerate((*blocks, answer)):
-        lines = text.split("\n")
-        for at in (at for at, line in enumerate(lines) if function.match(line)):
-            for start in range(at + 1):
-                above = "\n".join([*lines[start:at], "def _(): 0"])  # decorators need a function
-                if lines[start].strip() and _wrong_line(above) is None and (run := _longest(lines[start:], function)):
-                    others = blocks[:index] + blocks[index + 1 :]
-                    return "".join(_definitions(block, function) for block in others) + run
+        if run := _run_with(text.split("\n"), function):
+            others = blocks[:index] + blocks[index + 1 :]
+            return "".join(_definitions(block, function) for block in others) + run
     return blocks[0] if blocks else answer
+
+
+def _run_with(lines: list[str], function: re.Pattern[str]) -> str | None:
+    """The longest run of lines that compiles and gives the function a body; the first one of several."""
+    tried = set[int]()  # an answer may repeat itself a hundred times
+    for at in (at for at, line in enumerate(lines) if function.match(line)):
+        for start in range(at + 1):
+            above = "\n".join([*lines[start:at], "def _(): 0"])  # decorators need a function
+            if start not in tried and lines[start].strip() and _wrong_line(above) is None:
+                tried.add(start)
+                if run := _longest(lines[start:], function):
+                    return run
+    return None
 
 
 def _continuation(prompt: str, code: str, function: re.Pattern[str]) -> str:
@@ -121,13 +130,16 @@ def _wrong_line(code: str, function: re.Pattern[str] | None = None) -> int | Non
             return node.lineno  # `Note: sorted`
     if function is None:
         return None
-    last = next((node for node in reversed(tree.body) if _is(node, function)), None)
-    if last is None:
-        return 0
-    if isinstance(last, ast.Assign):
-        return None  # a lambda
-    texts = (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in last.body)
-    return last.lineno if all(text or isinstance(node, ast.Pass) for text, node in zip(texts, last.body)) else None
+    without = 0  # the line of the first of the last functions, where these have no body
+    for node in (node for node in reversed(tree.body) if _is(node, function)):
+        if isinstance(node, ast.Assign) or not all(map(_does_nothing, node.body)):
+            return without or None
+        without = node.lineno
+    return 0
+
+
+def _does_nothing(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def _is(node: ast.stmt, function: re.Pattern[str]) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign]:

@@ -102,3 +102,15 @@ def test_a_lambda_is_a_function(head):
 def test_an_answer_of_many_lines_is_read_in_time():
     answer = "\n".join(["It is so, as one sees."] * 1000 + [PROMPT + BODY] + ["And then, one sees it again."] * 1000)
     assert code_of(answer, re.compile("^def running", re.MULTILINE)).rstrip() == (PROMPT + BODY).rstrip()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "again", ["x = 1\ndef running(x):\n    pass\n", "def running(x):\n", "Done\ndef running(x):\n"]
+)
+def test_an_answer_that_repeats_itself_is_read_in_time(again):
+    """170 times: what 512 tokens hold."""
+    namespace = {}
+    exec(program_of(again * 170 + PROMPT + BODY, TASK).replace("check(running)", ""), namespace)
+    assert namespace["running"]([3, 4, 5]) == [3, 7, 12]
+    program_of(again * 170, TASK)
