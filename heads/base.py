@@ -64,17 +64,17 @@ class HeadLoss:
 
 @dataclass(frozen=True)
 class Readout:
-    """What a head predicts at one offset: logits = states · vocabularyᵀ + bias."""
+    """What a head predicts at one offset: logits = states · vocabularyᵀ + bias, in the vocabulary's type."""
 
     states: Tensor  # [n, H'], of the windows that were asked for
-    vocabulary: Tensor  # [C, H']
+    vocabulary: Tensor  # [C, H'], the target's may have fewer bits than the head's states
     bias: Tensor | None = None  # [C]
     soft_hidden: Tensor | None = None  # [n, H]: learn the target's distribution after these states, not the label
     terms: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # name → (summed loss [], its weight)
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., H'] → [..., C]"""
-        return nn.functional.linear(states, self.vocabulary, self.bias)
+        return nn.functional.linear(states.to(self.vocabulary.dtype), self.vocabulary, self.bias)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """What holds for every registered head and its variants, from the loss to the export, the decoder and its cost."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from draft_heads.heads.base import Rows
+from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.checkpoint import HEADS, head_classes, head_variants, load_head
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.export.formats import differences, formats_of, read_folder, write_folder
+from draft_heads.heads.target_view import LogitsRule
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
@@ -129,6 +132,16 @@ def test_it_comes_back_from_every_format_that_holds_it(kind, form, size, tmp_pat
     assert back.config.kind == kind and differences(head, back, form) == []
 
 
+def test_what_it_reads_of_the_lm_head_has_its_scale_bias_and_type(head, view):
+    """As in `TargetView.head_logits`, from which it drafts; fewer bits than its own: --target_dtype bfloat16."""
+    changed = {"lm_head_weight": -view.lm_head_weight}, {"lm_head_bias": torch.randn(61)}, {"rule": LogitsRule(4.0)}
+    rough = TargetView(lent_target().embedding.bfloat16(), view.lm_head_weight.bfloat16())
+    views = view, rough, *(replace(view, **one) for one in changed)
+    plain, short, *found = (head.eval().offset_log_probs(text(), torch.tensor([[3, 5]]), each) for each in views)
+    assert len({torch.allclose(one, plain, atol=0.02) for one in found}) == 1  # none of them, or all
+    assert torch.allclose(short, plain, atol=0.3) and loss_of(head, text(), rough).total.isfinite()
+
+
 def test_windows_are_counted_as_the_forward_uses_them(head, view):
     head.config.anchors = 4
     head.train()
@@ -244,13 +257,9 @@ def test_packed_conversations_do_not_see_each_other(head, view):
 
 def test_padding_changes_nothing(head, view):
     head.eval()
-    rows = text(rows=1, length=14)
-    padded = Rows(
-        torch.nn.functional.pad(rows.hidden, (0, 0, 0, 5), value=3.0),
-        torch.nn.functional.pad(rows.input_ids, (0, 5)),
-        torch.nn.functional.pad(rows.segment_ids, (0, 5)),
-        torch.nn.functional.pad(rows.position_ids, (0, 5)),
-    )
+    rows, pad = text(rows=1, length=14), torch.nn.functional.pad
+    longer = (pad(each, (0, 5)) for each in (rows.input_ids, rows.segment_ids, rows.position_ids))
+    padded = Rows(pad(rows.hidden, (0, 0, 0, 5), value=3.0), *longer)
     mask = padded.segment_ids > 0
     one, two = loss_of(head, rows, view), loss_of(head, padded, view, mask)
     assert int(one.windows) == int(two.windows) and torch.allclose(one.total, two.total, rtol=1e-4)

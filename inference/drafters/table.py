@@ -21,16 +21,16 @@ def drafters_table() -> str:
         words = f"`{kind}={drafter.loads}`" if drafter.loads else f"`{kind}`"
         rows.append((words, drafter.title, _options_cell(drafter.options_type)))
     rows.append(("several, joined by `+`", HybridDrafter.title, _options_cell(HybridDrafter.options_type)))
-    rows += [(who, "", _options_cell(options_type)) for options_type, who in SHARED.items()]
+    rows += [(who, "", _options_cell(options_type, shared=True)) for options_type, who in SHARED.items()]
     return "\n".join([HEADER, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
-def _options_cell(options_type: type[DrafterOptions]) -> str:
-    """The options that the row of this type names: not those that it shares, which have their own row."""
-    elsewhere = {f.name for base in SHARED if base in options_type.__mro__[1:] for f in fields(base)}
+def _options_cell(options_type: type[DrafterOptions], shared: bool = False) -> str:
+    """The options that the row of this type names: not those that it shares, which have a row of their own (`shared`)."""
+    bases = [base for base in SHARED if base in options_type.__mro__[int(shared) :]]
+    elsewhere = {f.name for base in bases for f in fields(base)}
     cells = [_described(f) for f in fields(options_type) if f.name not in elsewhere]
-    inherited = any(base in options_type.__mro__[1:] and base.tuned for base in SHARED)
-    if options_type.tuned and not inherited:
+    if options_type.tuned and not any(base.tuned for base in bases):
         cells.append(f"`tuned=FILE` of {options_type.tuned_by}: {', '.join(options_type.tuned)}")
     return "; ".join(cells)
 

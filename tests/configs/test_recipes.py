@@ -167,21 +167,21 @@ def own_recipes(tmp_path, monkeypatch):
 
 
 def test_a_head_of_a_few_lines_has_every_recipe(own_recipes):
-    (own_recipes / "linear.yaml").write_text("heads: 3\n")
-    for name in recipe_names("linear"):
+    (own_recipes / "scratch.yaml").write_text("heads: 3\n")
+    for name in recipe_names("scratch"):
         others = load_recipe("medusa", name)
         of_medusa = ("layers", "decay", "learning_rate")
         expected = {key: value for key, value in others.items() if key not in of_medusa} | {"heads": 3}
-        merged = load_recipe("linear", name)
+        merged = load_recipe("scratch", name)
         assert {key: value for key, value in merged.items() if key != "learning_rate"} == expected
         assert merged["learning_rate"] == (3e-3 if name in ("tiny", "1b-cpu") else others["learning_rate"] / 2)
 
 
 def test_a_head_without_a_file_and_unknown_names_are_refused_in_a_sentence(own_recipes):
-    with pytest.raises(ValueError, match=r"the linear head has no recipes: .*linear.yaml is missing; create it"):
-        recipe_names("linear")
+    with pytest.raises(ValueError, match=r"the scratch head has no recipes: .*scratch.yaml is missing; create it"):
+        recipe_names("scratch")
     with pytest.raises(ValueError, match="the medusa head has no recipe paper; pass one of tiny, 1b-cpu, 1b, 8b"):
         load_recipe("medusa", "paper")
-    (own_recipes / "linear.yaml").write_text("tinny:\n  heads: 3\n")
+    (own_recipes / "scratch.yaml").write_text("tinny:\n  heads: 3\n")
     with pytest.raises(ValueError, match="unknown section tinny; valid are sizes, papers, recipes, tiny, 1b"):
-        load_recipe("linear", "tiny")
+        load_recipe("scratch", "tiny")
