@@ -28,6 +28,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import cached_file
 
+from draft_heads.data.common.pretrained import MAY_BE_MISSING
+
 logger = logging.getLogger(__name__)
 
 PROCESSORS: dict[str, tuple[Any, ...]] = {
@@ -105,8 +107,7 @@ def check_file(path: str) -> None:
 
     transformers takes the model's config instead of a file that is no JSON, and says nothing.
     """
-    missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(path, "generation_config.json", **missing)
+    file = cached_file(path, "generation_config.json", **MAY_BE_MISSING)
     if file is None:
         return
     try:

@@ -123,6 +123,12 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
     for name in sorted(_CACHES):
         if generate.get("kwargs", {}).get(name) is not None:
             raise ValueError(f"drafting has its own cache and fills no other; got {name}; leave it out")
+    prepare = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise ValueError(
+            "drafting gives the model's forwards tokens alone, as its class does; got a prepare_inputs_for_generation "
+            f"in its place ({getattr(prepare, '__qualname__', prepare)}), as of PEFT's virtual tokens; {WITHOUT}"
+        )
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("drafting needs token ids; got inputs_embeds; pass input_ids")
     _check_positions(input_ids, given)  # after what transformers derives positions and a mask from

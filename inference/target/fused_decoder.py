@@ -148,7 +148,8 @@ class FusedDecoder:
 
     @staticmethod
     def can_drive(model: Any) -> bool:
-        """Whether the architecture is served, unquantised, on one device, its rotary frequencies fixed."""
+        """Whether the architecture is served, unquantised, on one device, its rotary frequencies fixed, and no hook has
+        to see a module's forward."""
         decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
         if decoder.config.model_type not in ARCHITECTURES:
             return False
@@ -161,6 +162,7 @@ class FusedDecoder:
             and all(dtype.is_floating_point and kind is Tensor for _, dtype, kind in weights)
             and type(lm_head) is nn.Linear
             and all(_is_known(layer) for layer in decoder.layers)
+            and not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
             and {2 * len(f) for f in frequencies} == {layer.self_attn.head_dim for layer in decoder.layers}
         )
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
-from draft_heads.data.common.pretrained import check_folder_or_hub_id, model_class
+from draft_heads.data.common.pretrained import MAY_BE_MISSING, check_folder_or_hub_id, model_class
 from draft_heads.data.fingerprint import weights_hashes
+from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.inference.target import sharded
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,18 @@ def load_model(
     return model, hashes
 
 
+def take_chat_template(tokenizer: PreTrainedTokenizerBase, adapter: str) -> None:
+    """Give a target's tokenizer the chat template that its adapter comes with, as it was trained on that one; a line
+    says so where it is another. ValueError for what is no folder or hub id."""
+    check_folder_or_hub_id("--target_adapter", adapter)
+    if cached_file(adapter, "tokenizer_config.json", **MAY_BE_MISSING) is None:
+        return
+    template = load_tokenizer(adapter, option="--target_adapter").chat_template
+    if template and template != tokenizer.chat_template:
+        tokenizer.chat_template = template
+        logger.info(f"--target_adapter {adapter} comes with a chat template, which takes the place of the target's own")
+
+
 def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
     """The model with a PEFT adapter merged into it, and the hashes of both before that."""
     from peft import PeftModel
@@ -76,9 +91,10 @@ def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
     check_folder_or_hub_id("--target_adapter", adapter)
     try:
         adapted = PeftModel.from_pretrained(model, adapter)
-    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+        hashes = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
+        return adapted.merge_and_unload(), hashes
+    except (AttributeError, ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise ValueError(
-            f"--target_adapter {adapter} cannot be loaded ({error}); give a PEFT adapter's folder or hub id"
+            f"--target_adapter {adapter} cannot be loaded and merged ({error}); give a PEFT adapter's folder or hub "
+            "id, of a kind that merges into the weights, as LoRA"
         ) from None
-    hashes = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
-    return adapted.merge_and_unload(), hashes

@@ -26,7 +26,7 @@ from draft_heads.inference.target.architecture import Architecture, check_decode
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import half_precision_product
-from draft_heads.inference.target.loading import LESS_MEMORY, load_model
+from draft_heads.inference.target.loading import LESS_MEMORY, load_model, take_chat_template
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
@@ -198,7 +198,7 @@ class Target:
         dtype          or its name; by default float32 on a CPU, the checkpoint's own on a GPU
         device         "auto" spreads the layers over all devices
         adapter        a PEFT adapter to merge into the target
-        chat_template  a bundled name or a .jinja file, instead of the tokenizer's own (older Vicunas have none)
+        chat_template  a bundled name or a .jinja file, instead of the adapter's or else the tokenizer's own
         split          the weights are split among the processes of the run (`inference.target.sharded`)
         lend_to        only embedding and LM head go to this device; the rest is not run and stays in its files
         drafts         it drafts for another target by its logits alone: its generation settings are ignored
@@ -212,6 +212,8 @@ class Target:
         check_decoder_only(config, path)
         check_file(path)
         tokenizer = load_tokenizer(path, chat_template)
+        if adapter and chat_template is None:
+            take_chat_template(tokenizer, adapter)
         model, hashes = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
         if lend_to:

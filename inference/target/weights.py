@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 class WeightsSeen:
     """What a model held when it was looked at; looking again copies nothing from a GPU.
 
-    Compared are the modules and parameters themselves, the parameters' addresses and the counters of their updates.
+    Compared are the modules, the hooks of their forwards and the parameters themselves, the parameters' addresses and
+    the counters of their updates.
     An update through `.data` changes none of these, so in float32 on a CPU, where the decoder holds copies, about one
     value of each row is compared too: of [N, K] those at 0, K+1, 2(K+1), … of all. Elsewhere the decoder reads the
     updated memory itself.
@@ -49,7 +50,7 @@ class WeightsSeen:
 
 
 def _held(model: nn.Module) -> tuple[list[Any], list[int]]:
-    """Every module and parameter of a model; every parameter's counter of updates and address."""
+    """Every module, hook and parameter of a model; every parameter's counter of updates and address."""
     held: list[Any] = []
     numbers: list[int] = []
     waiting: list[nn.Module | None] = [model]
@@ -57,7 +58,7 @@ def _held(model: nn.Module) -> tuple[list[Any], list[int]]:
         module = waiting.pop()
         if module is None:
             continue
-        held.append(module)
+        held += [module, *module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         for parameter in module._parameters.values():
             if parameter is not None:
                 held.append(parameter)
@@ -110,8 +111,9 @@ def take_in_changes(target: Target) -> None:
             "with new drafters and engines"
         )
     target.changes += 1
+    target.seen._held = []  # a trial that fails leaves nothing that a later look may find unchanged
     target.__dict__.pop("_weights_hashes", None)
     target._take_parts()
     target._try_out()
     target.seen = seen
-    logger.info("the weights of %s have changed: they were read and tried again", target.name)
+    logger.info("the weights or hooks of %s have changed: they were read and tried again", target.name)

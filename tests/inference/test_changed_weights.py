@@ -99,7 +99,16 @@ def back_and_forth(model):
     model.to(torch.float32)
 
 
-CHANGES = [laid_on, laid_on_the_head, merged, new_parameter, new_module, new_layer_norm, loaded, in_place]
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: -output)
+
+
+def hooked_before(model):
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (-2 * args[0],))
+
+
+LAID_ON = (laid_on, laid_on_the_head, hooked, hooked_before)
+CHANGES = [*LAID_ON, merged, new_parameter, new_module, new_layer_norm, loaded, in_place]
 CHANGES += [through_data, data_of_one_row, an_optimizers_step, back_and_forth]
 
 
@@ -127,14 +136,33 @@ def test_the_next_answer_is_that_of_the_changed_model(change):
     change(target.model)
     after = expected_tokens(target.model)
     assert change is removed or after != before
-    if change in (laid_on, laid_on_the_head):
-        engines.pop("model")  # the fused forward does not serve a model with an adapter laid on
+    if change in LAID_ON:
+        engines.pop("model")  # the fused forward does not serve a model with an adapter or hooks laid on
     for name, engine in engines.items():
         assert engine.generate(PROMPT, SETTINGS).tokens == after, name
     assert [answer.tokens for answer in batch.generate([PROMPT] * 2, SETTINGS)] == [after] * 2
     (written,) = answer_prompts(target, [PROMPT], [24], 1)
     assert written.tokens[:24] == after[: len(written.tokens)]
-    assert change in (removed, laid_on, laid_on_the_head, data_of_one_row) or target._weights_hashes != hashed
+    assert change in (removed, *LAID_ON, data_of_one_row) or target._weights_hashes != hashed
+
+
+def test_a_hook_that_drafting_cannot_follow_is_refused_until_it_goes():
+    target = Target(random_llama(211))
+    engine, forward = DecodingEngine(target, NgramDrafter()), target.forward_kind
+    before = engine.generate(PROMPT, SETTINGS).tokens
+
+    def negate(module, args, output):
+        output.logits = -output.logits
+        return output
+
+    hook = target.model.register_forward_hook(negate)  # of the whole model, which drafting does not call
+    assert expected_tokens(target.model) != before
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the target's logits must be its LM head's"):
+            engine.generate(PROMPT, SETTINGS)
+    hook.remove()
+    assert engine.generate(PROMPT, SETTINGS).tokens == before == expected_tokens(target.model)
+    assert target.forward_kind == forward
 
 
 @pytest.mark.parametrize("kind", [DecodingEngine, BatchEngine])

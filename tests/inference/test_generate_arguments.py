@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     DynamicCache,
     EosTokenCriteria,
@@ -193,6 +194,17 @@ def test_a_processor_of_the_text_behind_a_warper_is_refused(model):
 
 def test_an_assistant_model_is_refused(model):
     refused(model, "got assistant_model, which ask for assisted_generation", assistant_model=random_llama(211))
+
+
+def test_virtual_tokens_of_an_adapter_are_refused_while_it_has_them():
+    model = random_llama(vocab_size=211).double()
+    plain, drafted = run(model), generate_fn(NgramDrafter())
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    assert not torch.equal(run(adapted), plain)  # which drafting on the model alone would give
+    with pytest.raises(ValueError, match=r"prepare_inputs_for_generation in its place \(PeftModelForCausalLM"):
+        run(adapted, drafted)
+    assert torch.equal(run(model, drafted), plain)
 
 
 @pytest.mark.parametrize(

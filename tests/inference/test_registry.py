@@ -1,5 +1,6 @@
 """Drafters from the words of a command line, and a target with an adapter laid on it."""
 
+import copy
 import json
 import shutil
 
@@ -138,6 +139,45 @@ def test_an_adapter_is_merged_into_the_target(target, tmp_path):
         got = merged.model(input_ids=ids).logits
     assert torch.allclose(got, expected, atol=1e-4)
     assert not torch.allclose(got, plain, atol=1e-2)
+
+
+def test_prompts_are_rendered_with_the_chat_template_that_an_adapter_comes_with(target, tmp_path, caplog):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(target.tokenizer)
+    messages = [{"role": "user", "content": "Name a fruit."}]
+
+    def prompt(**given):
+        return Target.from_pretrained(TINY, device="cpu", adapter=str(tmp_path), **given).renderer.prompt(messages)
+
+    plain = target.renderer.prompt(messages)
+    assert prompt() == plain  # it comes without a tokenizer
+    tokenizer.save_pretrained(tmp_path)
+    with caplog.at_level("INFO", "draft_heads.inference"):
+        assert prompt() == plain and "chat template" not in caplog.text
+        tokenizer.chat_template = (
+            "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        )
+        tokenizer.save_pretrained(tmp_path)
+        assert target.tokenizer.decode(prompt()) == f"user: Name a fruit.{tokenizer.eos_token}assistant: "
+        assert f"{tmp_path} comes with a chat template" in caplog.text
+    (tmp_path / "asked.jinja").write_text(target.tokenizer.chat_template)
+    assert prompt(chat_template=str(tmp_path / "asked.jinja")) == plain
+
+
+def test_an_adapter_that_does_not_merge_into_weights_is_refused_in_a_sentence(tmp_path):
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    adapted = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    adapted.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be loaded and merged .* of a kind that merges into the weights, as"):
+        Target.from_pretrained(TINY, device="cpu", adapter=str(tmp_path))
 
 
 def test_a_tuned_temperature_is_its_own_drafters(target, tmp_path):
