@@ -26,7 +26,7 @@ def drafters_table() -> str:
 
 
 def _options_cell(options_type: type[DrafterOptions], shared: bool = False) -> str:
-    """The options that the row of this type names: not those that it shares, which have a row of their own (`shared`)."""
+    """The options that the row of this type names, but those that it shares, which have a row of their own."""
     bases = [base for base in SHARED if base in options_type.__mro__[int(shared) :]]
     elsewhere = {f.name for base in bases for f in fields(base)}
     cells = [_described(f) for f in fields(options_type) if f.name not in elsewhere]

@@ -22,6 +22,7 @@ from transformers.activations import SiLUActivation
 
 from draft_heads.data.common.pretrained import rope_settings
 from draft_heads.inference.target.kv_cache import KVCache
+from draft_heads.inference.target.library_names import forward_hooks
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
 from draft_heads.inference.target.tree_attention import (
     TREE_ATTENTION,
@@ -162,7 +163,7 @@ class FusedDecoder:
             and all(dtype.is_floating_point and kind is Tensor for _, dtype, kind in weights)
             and type(lm_head) is nn.Linear
             and all(_is_known(layer) for layer in decoder.layers)
-            and not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+            and not any(map(forward_hooks, model.modules()))
             and {2 * len(f) for f in frequencies} == {layer.self_attn.head_dim for layer in decoder.layers}
         )
 

@@ -6,7 +6,9 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import output_capturing
 
 
 def _first_field(kind: Any, *names: str) -> str:
@@ -39,6 +41,18 @@ def is_recurrent(model: Any, config: Any) -> bool:
     `cache`, as keys and values are.
     """
     return bool(getattr(model, "_is_stateful", False)) and not getattr(config, "layer_types", None)
+
+
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """What was laid on a module's forward, but for two hooks of transformers that change no output: what records them
+    from the first `output_hidden_states=True` on, and what `enable_input_require_grads` lays on embeddings."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    names = ((getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")) for hook in hooks)
+    return [
+        hook
+        for hook, (home, name) in zip(hooks, names)
+        if home != output_capturing.__name__ and not name.endswith("make_inputs_require_grads")
+    ]
 
 
 def builds_lock_by_a_file() -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from draft_heads.inference.target.fused_decoder import FusedDecoder
+from draft_heads.inference.target.library_names import forward_hooks
 from draft_heads.inference.target.probe import probe
 
 Target = Any  # a `target.Target`, whose module imports this one
@@ -58,7 +59,7 @@ def _held(model: nn.Module) -> tuple[list[Any], list[int]]:
         module = waiting.pop()
         if module is None:
             continue
-        held += [module, *module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        held += [module, *forward_hooks(module)]
         for parameter in module._parameters.values():
             if parameter is not None:
                 held.append(parameter)

@@ -17,6 +17,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generate import generate_fn
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.cuda_graphs import CapturedSteps
+from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.weights import WeightsSeen
 from tests.inference.models import Rerun, in_slots, make_head
@@ -144,6 +145,18 @@ def test_the_next_answer_is_that_of_the_changed_model(change):
     (written,) = answer_prompts(target, [PROMPT], [24], 1)
     assert written.tokens[:24] == after[: len(written.tokens)]
     assert change in (removed, *LAID_ON, data_of_one_row) or target._weights_hashes != hashed
+
+
+def test_hooks_of_transformers_that_change_nothing_leave_the_fast_forward():
+    target = Target(random_llama(211))
+    engine, forward, changes = DecodingEngine(target, NgramDrafter()), target.forward_kind, target.changes
+    before = engine.generate(PROMPT, SETTINGS).tokens
+    target.model(torch.tensor([PROMPT]), output_hidden_states=True, output_attentions=True)
+    target.model.enable_input_require_grads()
+    assert sum(len(module._forward_hooks) for module in target.model.modules()) >= 3
+    assert engine.generate(PROMPT, SETTINGS).tokens == before
+    assert (target.forward_kind, target.changes) == (forward, changes)
+    assert FusedDecoder.can_drive(target.model) == bool(target.fused)
 
 
 def test_a_hook_that_drafting_cannot_follow_is_refused_until_it_goes():
