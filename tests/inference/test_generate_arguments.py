@@ -207,6 +207,11 @@ def test_virtual_tokens_of_an_adapter_are_refused_while_it_has_them():
     assert torch.equal(run(model, drafted), plain)
 
 
+def test_autocast_is_refused_in_a_sentence(model):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="got torch.autocast; end it before"):
+        run(model, generate_fn(NgramDrafter()))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
