@@ -40,7 +40,7 @@ from draft_heads.train.run_folder import begin, check_folder, run_settings
 from draft_heads.train.schedule import check_schedule
 from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_arguments import HeadTrainingArguments
-from draft_heads.train.training_data import load_data
+from draft_heads.train.training_data import end_tokens, load_data
 
 
 def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadTrainingArguments) -> None:
@@ -60,7 +60,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     config = config_type(
         **target_sizes(target.config),
         **settings,
-        end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
+        end_token_ids=end_tokens(data),
         target=run.target,
         target_fingerprint=target.fingerprint(),
         trained_length=min(max(row_lengths(training)), collator.max_length),
