@@ -128,16 +128,16 @@ def trained_for(provenance: dict[str, Any]) -> str:
 
 
 def trained_on(provenance: dict[str, Any]) -> str:
-    """The conversations and answer tokens that were trained on, and of which datasets by name and fingerprint. Older
-    heads know the sizes of the datasets only, held-out rows included."""
+    """The rows and answer tokens that were trained on, and of which datasets by name and fingerprint. Older heads know
+    the sizes of the datasets only, held-out rows included. A conversation may have several rows."""
     if trained := provenance.get("trained"):
         data = " and ".join(f"{part['name']} (fingerprint {part['fingerprint']})" for part in provenance["data"])
         return (
-            f"{trained['rows']:,} conversations with {trained['answer_tokens']:,} answer tokens of {data}, of which "
+            f"{trained['rows']:,} rows with {trained['answer_tokens']:,} answer tokens of {data}, of which "
             f"{provenance['held_out']['rows']:,} more were held out"
         )
     return " and ".join(
-        f"{part['counts'].get('rows', 0):,} conversations with {part['counts'].get('trained_tokens', 0):,} answer "
+        f"{part['counts'].get('rows', 0):,} rows with {part['counts'].get('trained_tokens', 0):,} answer "
         f"tokens of {part.get('name', 'a dataset')} (fingerprint {part['fingerprint']})"
         for part in provenance.get("data", [])
     )

@@ -33,7 +33,7 @@ from draft_heads.inference.evaluation.report import check_output, markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser
 from draft_heads.train.options import RunOptions
-from draft_heads.train.training_data import load_data
+from draft_heads.train.training_data import end_tokens, load_data
 
 ROWS = 64
 
@@ -117,7 +117,8 @@ def run(arguments: Sequence[str] | None) -> None:
     rows = RunOptions(args.target, args.dataset, target_adapter=args.target_adapter, held_out=args.rows)
     data = {name: load_data(rows, target, head.config.target_layers, "--rows") for name, head in heads.items()}
     results = {}
-    for name, (_, held_out, _, collator) in data.items():
+    for name, (_, held_out, parts, collator) in data.items():
+        heads[name].config.end_token_ids = end_tokens(parts)  # of all heads alike: an imported one knows none
         results[name] = accuracies(heads[name], target, held_out, collator)
     write_text(args.output / "accuracy.md", table(results))
     write_text(args.output / "accuracy.json", json.dumps(results, indent=1) + "\n")  # last: it says that all is there

@@ -253,15 +253,14 @@ def greedy_answers(
 ) -> list[list[int]]:
     """Greedy answers to prompts (messages that end with the user's); the tokens up to EOS, EOS included.
 
-    Prompts that leave no room in the target's positions get none: there may be fewer answers.
-
-    extras: further arguments of the chat template, of each prompt
+    A prompt that leaves no room in the target's positions has an empty one. extras: see `first_questions`.
     """
     renderer = ChatRenderer(target.tokenizer)
     ids = [renderer.prompt(prompt, extra) for prompt, extra in zip(prompts, extras or [None] * len(prompts))]
-    rooms = [(row, min(max_new_tokens, target.max_positions - len(row))) for row in ids]
-    fitting, limits = [row for row, room in rooms if room > 0], [room for _, room in rooms if room > 0]
-    return [answer.tokens for answer in answer_prompts(target, fitting, limits, batch_size=50)]
+    rooms = [min(max_new_tokens, target.max_positions - len(row)) for row in ids]
+    fitting, limits = [row for row, room in zip(ids, rooms) if room > 0], [room for room in rooms if room > 0]
+    answers = iter(answer_prompts(target, fitting, limits, batch_size=50))
+    return [next(answers).tokens if room > 0 else [] for room in rooms]
 
 
 def solved(target: Target, problems: list[dict]) -> tuple[float, list[list[int]]]:
@@ -280,12 +279,11 @@ def measure(target: Target, unseen: list[Placed], rows: list[Row], options: argp
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # decoding one token at a time gains nothing from a second thread
-    losses = [loss_of(target.model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]
-    figures = {"unseen_loss": round(sum(losses) / len(losses), 4)}
+    losses = [loss_of(target.model, *map(torch.tensor, ([ids], [mask]))).item() * sum(mask[1:]) for ids, mask in rows]
+    figures = {"unseen_loss": round(sum(losses) / sum(sum(mask[1:]) for _, mask in rows), 4)}
     if options.dataset:
         prompts, extras = first_questions(target.tokenizer, unseen, options)
         answers = greedy_answers(target, prompts, extras=extras)
-        figures["too_long"] = len(prompts) - len(answers)
     else:
         asked = questions(options.questions, options.seed, "heldout")
         answers = greedy_answers(target, [[{"role": "user", "content": row["turns"][0]}] for row in asked])
@@ -295,6 +293,8 @@ def measure(target: Target, unseen: list[Placed], rows: list[Row], options: argp
             figures |= {f"solved_{steps}_step": round(share, 4)}
             answers += worked
     torch.set_num_threads(threads)
+    figures["too_long"] = answers.count([])
+    answers = [row for row in answers if row]
     count = max(len(answers), 1)
     return figures | {
         "answers": len(answers),

@@ -40,7 +40,7 @@ from draft_heads.train.run_folder import begin, check_folder, run_settings
 from draft_heads.train.schedule import check_schedule
 from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_arguments import HeadTrainingArguments
-from draft_heads.train.training_data import load_data
+from draft_heads.train.training_data import end_tokens, load_data
 
 
 def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadTrainingArguments) -> None:
@@ -60,7 +60,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     config = config_type(
         **target_sizes(target.config),
         **settings,
-        end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
+        end_token_ids=end_tokens(data),
         target=run.target,
         target_fingerprint=target.fingerprint(),
         trained_length=min(max(row_lengths(training)), collator.max_length),
@@ -198,15 +198,20 @@ def run_length(trainer: DraftHeadTrainer) -> RunLength:
 
 def memory_sizes(trainer: DraftHeadTrainer, trained: int) -> dict[str, int]:
     """Bytes of target, head, gradients and optimizer of a head with `trained` parameters in float32."""
-    target, named = trainer.target, trainer.model.named_parameters()
-    one_moment = 0  # parameters that have one moment, Muon's, instead of AdamW's two
-    if trainer.args.head_optimizer == "muon":
-        one_moment = sum(p.numel() for name, p in named if is_for_muon(name, p, trainer.model.tables))
+    target, args = trainer.target, trainer.args
+    moments = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "adafactor": 1}.get(getattr(args.optim, "value", args.optim), 2)
+
+    def kept(name: str, p: Any) -> int:
+        """Values that the optimizer keeps of a parameter: Adafactor those of a matrix by row and by column."""
+        if args.head_optimizer == "muon":
+            return int(p.numel()) * (1 if is_for_muon(name, p, trainer.model.tables) else 2)
+        return sum(p.shape) if "adafactor" in args.optim and p.dim() == 2 else int(p.numel()) * moments
+
     return {
         "target": target.values_in_memory * target.dtype.itemsize,
         "head": 4 * trained,
         "gradients": 4 * trained,
-        "optimizer": 4 * (2 * trained - one_moment),
+        "optimizer": 4 * sum(kept(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad),
     }
 
 

@@ -308,8 +308,9 @@ class DraftHeadTrainer(Trainer):
         return named
 
     def whole_head(self) -> DraftHead:
-        """The trained head; under ZeRO-3 a copy with its weights gathered, made on every process."""
-        head: DraftHead = self.accelerator.unwrap_model(self.model_wrapped)
+        """The trained head, without what compiles it; under ZeRO-3 a copy with its weights gathered, made on every
+        process."""
+        head: DraftHead = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         if not any(sharded.is_split(p) for p in head.parameters()):
             return head
         with sharded.whole(head.parameters()):

@@ -52,6 +52,11 @@ def load_data(
     return training, held_out, parts, collator
 
 
+def end_tokens(parts: Sequence[DistilledDataset]) -> list[int]:
+    """The end-of-turn tokens of the datasets, after which a window has no further label."""
+    return sorted({token for part in parts for token in part.manifest["end_token_ids"]})
+
+
 def _load_labelled(folder: str, run: RunOptions, target: Target) -> DistilledDataset:
     """One dataset, checked to be this target's."""
     distilled = load_distilled(folder)

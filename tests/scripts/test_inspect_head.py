@@ -47,7 +47,7 @@ def test_everything_of_a_trained_head_is_told(tmp_path, monkeypatch, capsys):
         ),
         *(
             "python train/ctc.py --target t",
-            "2,997 conversations with 283,609 answer tokens of chats.jsonl (fingerprint f00)",
+            "2,997 rows with 283,609 answer tokens of chats.jsonl (fingerprint f00)",
             # offsets count from 0, as in accuracy.md
             "top-1 accuracy at offset 0: 0.75, top-1 accuracy at offset 1: 0.5, simulated β: 2.5",
         ),
@@ -99,6 +99,6 @@ def test_large_figures_and_what_was_held_out_are_told(tmp_path, monkeypatch, cap
     known = {**PROVENANCE, **amounts, "metrics": {"eval_windows": 1234567.0}}
     disturbed(CTCHead, CTCConfig).save_pretrained(tmp_path, known)
     text, card = told(monkeypatch, capsys, tmp_path)[1], (tmp_path / "README.md").read_text()
-    data = "2,933 conversations with 277,000 answer tokens of chats.jsonl (fingerprint f00), of which 64 more were held"
+    data = "2,933 rows with 277,000 answer tokens of chats.jsonl (fingerprint f00), of which 64 more were held"
     assert "windows measured: 1,234,567" in text and data in text
     assert "| windows measured | 1,234,567 |" in card and data in card

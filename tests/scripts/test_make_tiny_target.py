@@ -19,6 +19,7 @@ from draft_heads.scripts.make_tiny_target import (
     first_questions,
     greedy_answers,
     make,
+    measure,
     parse_options,
     render,
     solved,
@@ -183,10 +184,34 @@ def test_answers_stay_within_the_positions_and_prompts_have_their_arguments():
     room = 256 - len(renderer.prompt(near))
     assert 0 < room < 20
     answers = greedy_answers(target, [ask("Hi"), ask("q" * 300), near], max_new_tokens=20)
-    assert len(answers) == 2 and 0 < len(answers[1]) <= room
+    assert [len(row) > 0 for row in answers] == [True, False, True] and len(answers[2]) <= room
     with_tools = renderer.prompt(ask("Hi"), {"tools": [{}]})
     (expected,) = answer_prompts(target, [with_tools], [20], 1)
     assert greedy_answers(target, [ask("Hi")], 20, [{"tools": [{}]}]) == [expected.tokens]
+
+
+def test_a_problem_without_room_is_not_solved_and_the_next_keeps_its_answer(embedded):
+    target = Target(*embedded)
+    easy = next(row for row in word_problems(24, 123, "heldout", steps=1) if solved(target, [row])[0] == 1)
+    share, (none, answer) = solved(target, [{"question": "q" * 2 * target.max_positions, "answer": "#### 0"}, easy])
+    assert share == 0.5 and none == [] and answer[-1] == embedded[1].eos_token_id
+
+
+def test_unseen_loss_is_the_mean_over_answer_tokens():
+    tokenizer = byte_tokenizer(template("chatml"))
+    model = random_llama()
+    asked = {"role": "user", "content": "Hi"}
+    answered = [[asked, {"role": "assistant", "content": text}] for text in ("a", "b" * 60)]
+    unseen = [(f"line {n}", Conversation(messages, {})) for n, messages in enumerate(answered)]
+    options = Namespace(dataset="chats.jsonl", skip_bad_rows=False, max_length=128, questions=1)
+    rows = render(tokenizer, unseen, options)
+    losses = []
+    for ids, mask in rows:
+        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        losses += [-log_probs[i - 1, ids[i]].item() for i in range(1, len(ids)) if mask[i]]
+    assert [sum(mask) for _, mask in rows] == [2, 61]
+    found = measure(Target(model, tokenizer), unseen, rows, options)["unseen_loss"]
+    assert found == pytest.approx(sum(losses) / 63, abs=1e-3)
 
 
 def test_first_questions_have_their_rows_arguments_and_no_control_token():

@@ -1,12 +1,18 @@
 """Muon and AdamW as one optimizer: who updates what, schedules, and a resume in the middle."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
+from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
+from draft_heads.train.inherited import OPTIMIZERS
 from draft_heads.train.optimizer import Muon, MuonWithAdamW, orthogonalised
+from draft_heads.train.run import memory_sizes
+from tests.heads.small import disturbed
 
 
 def make(seed=0):
@@ -88,3 +94,25 @@ def test_orthogonalising_brings_all_singular_values_near_one(shape):
     torch.manual_seed(1)
     values = torch.linalg.svdvals(orthogonalised(torch.randn(*shape)))
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "muon"])
+def test_the_plan_tells_the_memory_that_an_optimizer_takes(name, tmp_path):
+    """Compared with what it keeps after a step of a head of which a part is frozen."""
+    head = disturbed(ChimeraHead, ChimeraConfig, encoder="target_layer0_frozen")
+    args = TrainingArguments(str(tmp_path), optim="sgd" if name == "muon" else name, report_to="none", use_cpu=True)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    if name == "muon":
+        optimizer = MuonWithAdamW(head.named_parameters(), head.tables, 0.01, 0.1, (0.9, 0.999))
+    else:
+        made, options = Trainer.get_optimizer_cls_and_kwargs(args)
+        optimizer = made(trained, **options)
+    for p in trained:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    parts = getattr(optimizer, "parts", [optimizer])
+    kept = [x for part in parts for state in part.state.values() for x in state.values() if torch.is_tensor(x)]
+    told = SimpleNamespace(optim=args.optim, head_optimizer="muon" if name == "muon" else "adamw")
+    trainer = SimpleNamespace(model=head, args=told, target=SimpleNamespace(values_in_memory=0, dtype=torch.float32))
+    sizes = memory_sizes(trainer, sum(p.numel() for p in trained))
+    assert sizes["optimizer"] == 4 * sum(x.numel() for x in kept if x.dim())

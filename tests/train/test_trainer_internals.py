@@ -8,7 +8,9 @@ import inspect
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import pytest
@@ -18,9 +20,11 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import Trainer
 
+from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draft_heads.train import batches, checkpoints, log, stopping, training_arguments
 from draft_heads.train import run as train_run
 from draft_heads.train.trainer import DraftHeadTrainer
+from tests.heads.small import disturbed
 from tests.internals import changed, overridden, parameters
 from tests.train.runs import run
 
@@ -86,6 +90,15 @@ def test_the_trainer_does_not_divide_the_loss_of_an_accumulated_batch_again():
     assert "self.model_accepts_loss_kwargs" in source, changed(ours, "Trainer.model_accepts_loss_kwargs", "is not read")
     default = getattr(Trainer, "loss_is_scaled_for_ga", None)
     assert default is None, changed(ours, "Trainer.loss_is_scaled_for_ga", f"is {default}, which goes before it")
+
+
+def test_a_compiled_head_is_evaluated_and_exported_as_itself():
+    """`accelerate` leaves a compiled module around it, copies of which have none of the head's own names."""
+    head = disturbed(Eagle3Head, Eagle3Config)
+    trainer = DraftHeadTrainer.__new__(DraftHeadTrainer)
+    trainer.accelerator = SimpleNamespace(unwrap_model=partial(accelerate.Accelerator.unwrap_model, None))
+    trainer.model_wrapped = torch.compile(head, backend="eager")
+    assert trainer.whole_head() is head, changed("DraftHeadTrainer.whole_head", "unwrap_model", "keeps what compiles")
 
 
 def test_the_trainer_deletes_checkpoints_by_the_option_that_is_unset():

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from draft_heads.data.collate import DraftCollator, label_counts
+from draft_heads.data.collate import DraftCollator, label_counts, split_held_out
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
@@ -263,3 +263,37 @@ def test_a_head_that_reads_layers_trains_on_cached_and_on_computed_states(distil
     ]:
         status, told = run(data, tmp_path / f"refused {kind} {flags}", *flags, kind=kind)
         assert status != 0 and rule in told, told
+
+
+def test_windows_of_an_imported_head_end_where_answers_do(dataset, tmp_path):
+    """Formats of other engines name no end token; a window has no label after one, whatever the head knows.
+
+    The most frequent label is called one here, so that texts go on after it.
+    """
+    dataset = shutil.copytree(dataset, tmp_path / "data")
+    manifest = json.loads((dataset / "manifest.json").read_text())
+    manifest["end_token_ids"] += [int(label_counts(load_distilled(str(dataset)).dataset, 1024, 512).argmax())]
+    (dataset / "manifest.json").write_text(json.dumps(manifest))
+    status, told = run(str(dataset), tmp_path / "run", "--max_steps", "1", kind="eagle3")
+    assert status == 0, told
+    head, counted = tmp_path / "run" / "head", []
+    config = json.loads((head / "config.json").read_text())
+    ends = set(config["end_token_ids"])
+    for known in (sorted(ends), []):
+        (head / "config.json").write_text(json.dumps({**config, "end_token_ids": known}))
+        output = tmp_path / f"accuracy {len(known)}"
+        words = ["--target", TARGET, "--heads", f"e={head}", "--dataset", str(dataset), "--rows", "8", "--threads", "1"]
+        status, told = run_script("scripts/accuracy.py", *words, "--output", str(output))
+        assert status == 0, told
+        counted.append([one["counted"] for one in json.loads((output / "accuracy.json").read_text())["e"]])
+    right, longer = [0, 0, 0], 0
+    for row in split_held_out(load_distilled(str(dataset)).dataset, 8)[1]:
+        mask, labels = row["assistant_mask"], row["greedy_ids"]
+        for anchor in range(len(mask)):
+            for offset in range(3):
+                written = mask[anchor + 1 : anchor + 3 + offset]
+                ended = ends & set(labels[anchor + 2 : anchor + 2 + offset])
+                fits = len(written) == 2 + offset and all(written)
+                right[offset] += fits and not ended
+                longer += fits and bool(ended)
+    assert counted == [right, right] and longer
