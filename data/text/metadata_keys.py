@@ -14,7 +14,7 @@ METADATA = {
     *("timestamp", "date", "time", "created", "create_time", "created_at", "updated_at"),
     *("lang", "language", "languages", "locale", "country", "state", "hashed_ip", "markdown"),
     *("category", "categories", "subcategory", "topic", "topics", "domain", "subject", "task", "subtask", "level"),
-    *("difficulty", "intent", "label"),
+    *("difficulty", "intent", "label", "langdetect", "problem_type", "question_type", "synthetic", "verified"),
     *("score", "scores", "rating", "ratings", "reward", "rank", "quality", "input_quality", "quality_explanation"),
     *("reward_model", "instruct_reward", "min_neighbor_distance", "min_similar_uuid", "llama_guard_2"),
     *("turn", "turns", "turn_identifier", "length", "tokens", "used_in_training", "skip_prompt_formatting"),
@@ -32,7 +32,7 @@ _OF_THE_ROW = {
 }
 _METADATA_FORM = re.compile(
     r"(?!.*(train|mask|loss|weight|image|audio|video))"
-    r"((num|n|avg|score|is|has)_\w+|\w+_(hash|score|scores|rating|count|length|tokens|source|version)"
+    r"((num|n|avg|score|is|has)_\w+|\w+_(hash|score|scores|rating|count|length|tokens|source|version|category|split)"
     rf"|((?:{'|'.join(_OF_THE_ROW)})_)+(id|ids|url))"
 )
 """Keys of a row or a turn that say nothing about its text, by name, and by form where the value is short: addresses and

@@ -15,7 +15,7 @@ CHAT = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "cont
     "keys",
     [
         "source_url page_url user_id conversation_id prompt_id message_tree_id parent_id original_question_ids row_id",
-        "answer_source row_hash turn_count is_english has_code num_turns id url",
+        "answer_source row_hash turn_count is_english has_code num_turns id url task_category langdetect problem_type",
     ],
 )
 def test_ids_and_addresses_of_the_row_itself_say_nothing_of_its_text(keys):
