@@ -56,18 +56,17 @@ def run(console: Console, title: str, commands: dict[str, tuple[str, ...]], at_o
     else:
         with ThreadPoolExecutor(at_once) as pool:
             status = list(pool.map(partial(_named_lines, console), commands, commands.values()))
-    if any(status):
-        sys.exit(f"quickstart: the step '{title}' failed (status {max(status)}); its message is above")
+    if failed := [one for one in status if one]:  # below 0: ended by a signal
+        sys.exit(f"quickstart: the step '{title}' failed (status {failed[0]}); its message is above")
     console.print(f"{title}: {time.monotonic() - start:.0f} s", style="dim")
 
 
 def _here(command: tuple[str, ...]) -> dict[str, Any]:
     """What runs a shown command with this Python, as arguments of `subprocess`."""
     module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
-    own = {"PYTHONUNBUFFERED": "1"} | (
-        {"OMP_NUM_THREADS": "1"} if module else {}
-    )  # torchrun's choice, without its words
-    return {"args": [sys.executable, *module, *command[1:]], "cwd": ROOT, "env": {**os.environ, **own}}
+    threads = {"OMP_NUM_THREADS": "1"} if module else {}  # torchrun's choice, without its words
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **threads}
+    return {"args": [sys.executable, *module, *command[1:]], "cwd": ROOT, "env": environment}
 
 
 def _named_lines(console: Console, name: str, command: tuple[str, ...]) -> int:

@@ -87,8 +87,10 @@ def _run_with(lines: list[str], function: re.Pattern[str]) -> str | None:
     tried = set[int]()  # an answer may repeat itself a hundred times
     for at in (at for at, line in enumerate(lines) if function.match(line)):
         for start in range(at + 1):
+            if start in tried or not lines[start].strip():
+                continue
             above = "\n".join([*lines[start:at], "def _(): 0"])  # decorators need a function
-            if start not in tried and lines[start].strip() and _wrong_line(above) is None:
+            if _wrong_line(above) is None:
                 tried.add(start)
                 if run := _longest(lines[start:], function):
                     return run

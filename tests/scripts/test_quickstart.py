@@ -75,6 +75,9 @@ def test_commands_side_by_side_run_together_and_their_lines_begin_with_their_nam
         quickstart.run(
             console, "both", {"x": ("python", "-c", script, a, b, "3"), "y": ("python", "-c", script, b, a, "0")}, 2
         )
+    killed = ("python", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(SystemExit, match=r"failed \(status -9\)"):
+        quickstart.run(console, "both", {"x": killed, "y": ("python", "-c", "")}, 2)
 
 
 def test_only_a_folder_of_a_quickstart_is_replaced(tmp_path):
