@@ -1,7 +1,6 @@
 """What all command lines share: flags, `--config FILE.yaml` with defaults for them, errors and Ctrl-C as one line.
 
-Every entry point imports this module before torch: OpenMP reads its wait policy when torch loads it. Threads that wait
-should sleep, because on cores that other programs share, spinning ones make small models many times slower.
+Every entry point imports this module before torch, because `choose_wait_policy` must come before OpenMP.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from typing import Any
 
 import yaml
 
+from draft_heads.configs.waiting import choose_wait_policy
 from draft_heads.configs.yaml_files import read_yaml
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
+choose_wait_policy(sys.argv[1:])
 
 _NO_SETTINGS = ("config", "print_recipe")
 """Flags that a file of settings cannot give, beside those that print something and exit."""

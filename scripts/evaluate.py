@@ -155,7 +155,7 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
     model["device"] = target.device.type
     machine = environment(str(target.device))  # a launcher may change the default of threads
-    machine = {key: value for key, value in machine.items() if key not in ("time", "threads")}
+    machine = {key: value for key, value in machine.items() if key not in ("time", "threads", "waiting_threads")}
     return {
         "target": model,
         "settings": described["settings"] | {"threads": options.threads},

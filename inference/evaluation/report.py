@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from draft_heads.configs.waiting import waiting_threads
 from draft_heads.data.common.files import names_path, write_text
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.html.page import page
@@ -69,13 +70,14 @@ def build_report(
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What figures depend on besides the settings: versions, machine, threads."""
+    """What figures depend on besides the settings: versions, machine, threads and how they wait."""
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
         "machine": platform.machine(),
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
+        "waiting_threads": waiting_threads(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

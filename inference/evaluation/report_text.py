@@ -187,7 +187,9 @@ def target_sentence(report: dict[str, Any]) -> str:
     target = report["target"]
     if target is None:
         return f"Answers `{report['settings']['answers']}`."
-    place = report["environment"]["accelerator"] or f"{report['environment']['threads']} threads"
+    machine = report["environment"]
+    threads = f"{machine['threads']} threads that {machine['waiting_threads']} while they wait"
+    place = machine["accelerator"] or ("1 thread" if machine["threads"] == 1 else threads)
     precision = f"{target['dtype']} on {target['device']}"
     return f"Target `{target['path']}`, {target['parameters']:,} parameters, {precision}, {place}."
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ from draft_heads.configs.command_line import (
 
 import pytest
 
-from draft_heads.configs import command_line
 from draft_heads.configs.options import true_or_false
 
 
@@ -159,15 +157,6 @@ def test_an_error_is_one_line(capsys):
     assert told.startswith("Traceback") and told.endswith("KeyError: 'unforeseen'\n")
     assert exit_status(lambda: False) == 1 and exit_status(lambda: None) == 0
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, given, used):
-    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
-    if given is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
-    runpy.run_path(command_line.__file__)
-    assert os.environ["OMP_WAIT_POLICY"] == used
 
 
 def test_a_path_after_an_equals_sign_may_begin_with_the_home_folder(tmp_path, monkeypatch):
