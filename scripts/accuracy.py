@@ -91,7 +91,7 @@ def check_held_out(heads: Mapping[str, str | Path], rows: int, data: Sequence[Di
 
 
 def run(arguments: Sequence[str] | None) -> None:
-    parser = target_parser(__doc__)
+    parser = target_parser(__doc__, attention=False)
     add = parser.add_argument
     add("--heads", nargs="+", metavar="NAME=RUN/head", help="heads to compare, and their names in the table")
     add("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
@@ -105,8 +105,6 @@ def run(arguments: Sequence[str] | None) -> None:
     check_positive(args, "rows")
     for path in named.values():  # what cannot be read is told before the target is loaded
         read_config(path)
-    if args.attention != "masked":
-        raise ValueError(f"--attention is of draft trees, and none is built here; got {args.attention}; leave it out")
     check_held_out(named, args.rows, [load_distilled(folder) for folder in args.dataset])
     if args.output.is_file():
         raise ValueError(f"--output must be a folder; {args.output} is a file; name another")

@@ -72,8 +72,11 @@ def check_new_folder(output: Path) -> None:
         raise ValueError(f"--output must be a new or empty folder; {output} {found}")
 
 
-def target_parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags that `load_target` reads, and --config."""
+def target_parser(description: str | None, attention: bool = True) -> argparse.ArgumentParser:
+    """The flags that `load_target` reads, and --config.
+
+    attention: also --attention, for trees that are verified
+    """
     parser = script_parser(description)
     add = parser.add_argument
     add("--target", help="folder or hub id of the target")
@@ -81,12 +84,9 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="cpu, cuda, …, or auto: layers on all GPUs (default cuda if present)")
-    add(
-        "--attention",
-        choices=tuple(TREE_ATTENTION),
-        default="masked",
-        help="attention over draft trees (default masked)",
-    )
+    if attention:
+        add("--attention", choices=tuple(TREE_ATTENTION), help="attention over draft trees (default masked)")
+    parser.set_defaults(attention="masked")
     add_threads(parser)
     return parser
 

@@ -1,9 +1,12 @@
-"""Measure the β of drafters that read only text (ngram, prompt_lookup, rest, …) on recorded answers; no target runs.
+"""Measure β on recorded answers, in a small part of the time of decoding: greedy decoding takes the same steps.
 
-The β is that of greedy decoding of the same answers.
+Drafters that read only text (ngram, prompt_lookup, rest, …) need the tokenizer; with --target, one forward over each
+answer gives the hidden states that heads read.
 
     python scripts/replay.py --answers mt_bench_answers.jsonl --tokenizer TOKENIZER --questions mt_bench.jsonl \\
         --drafters ngram tree=ngram,branches=2 kept=ngram,keep=1 prompt_lookup rest=DATASTORE --output runs/replay
+    python scripts/replay.py --answers runs/report/answers/vanilla.jsonl --target NAME --questions mt_bench.jsonl \\
+        --drafters ctc=runs/ctc/head hybrid=ctc:runs/ctc/head+ngram --max_nodes 8 --output runs/replay
 
 A prompt is the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
 --questions the prompt is only the earlier answers of the conversation. The answers are replayed in the order of the
@@ -20,78 +23,116 @@ from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, own_command, parse_with_config
 
-from draft_heads.configs.options import add_threads, use_threads
+from transformers import PreTrainedTokenizerBase
+
+from draft_heads.configs.options import use_threads
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.files import checksum
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.text.benchmarks import questions_checksum
-from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer, load_tokenizer
+from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import read_answers
 from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED
-from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
+from draft_heads.inference.evaluation.replay import (
+    AnswerStates,
+    match_questions,
+    no_states,
+    recorded_turns,
+    replay_all,
+    replayed_drafters,
+    text_drafters,
+)
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.scripts.decoding_options import (
     MAX_NODES_HELP,
     answered_questions,
     check_positive,
     distinct_specs,
+    load_target,
     loaded_by,
     loaded_checksums,
-    script_parser,
+    target_parser,
 )
 from draft_heads.scripts.terminal import show_report
+
+OF_TARGET = ("target_adapter", "dtype", "device")
+"""Flags that say how --target runs."""
 
 
 def run(options: argparse.Namespace) -> None:
     console = plain_console()
     check_positive(options, "limit", "max_nodes")
-    if options.chat_template and not options.questions:
-        raise ValueError(
-            f"--chat_template renders the prompts of --questions, which is not given; got {options.chat_template}; "
-            "give both or neither"
-        )
+    check_model(options)
     use_threads(options.threads)
     specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
     asked = answered_questions(options.questions, answers)[1] if options.questions else None
     questions = match_questions(answers, asked)
-    if options.questions:
-        tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
-    else:  # nothing is rendered
-        tokenizer = load_tokenizer(options.tokenizer, option="--tokenizer")
-    drafters = text_drafters(specs, tokenizer, options.max_nodes)
-    render = ChatRenderer(tokenizer).prompt if options.questions else None
+    target = load_target(options) if options.target else None
+    if target is not None:
+        tokenizer, drafters = target.tokenizer, replayed_drafters(specs, target, options.max_nodes)
+    else:
+        tokenizer = load_tokenizer_of(options)
+        drafters = text_drafters(specs, tokenizer, options.max_nodes)
+    states = AnswerStates(target, drafters.values()) if target else None
+    render = (target.renderer if target else ChatRenderer(tokenizer)).prompt if options.questions else None
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem
         turns = list(recorded_turns(name, answers, questions, tokenizer, render))
-        evaluation = replay_all(name, drafters, questions, turns, progress)
+        evaluation = replay_all(name, drafters, questions, turns, progress, states or no_states)
     files = {name: Path(path).name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
     files["answers_checksum"] = checksum(options.answers)
     given = {name: getattr(options, name) for name in ("tokenizer", "chat_template", "max_nodes", "limit")}
     given |= {CHECKSUMS: {name: questions_checksum(questions)}} if options.questions else {}
     loaded = {drafter: loaded_by(drafter) for drafter in options.drafters}
     given |= {"drafters": " ".join(options.drafters), LOADED: loaded_checksums(loaded)}
+    if states is not None:
+        given |= {name: getattr(options, name) for name in ("target", *OF_TARGET)} | {"not_greedy": states.note()}
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
     show_report(console, options.output, build_report(evaluation, None, settings, 0, own_command()))
+    if settings.get("not_greedy"):
+        console.print(settings["not_greedy"])
+
+
+def check_model(options: argparse.Namespace) -> None:
+    """ValueError unless there is one of --tokenizer and --target, and flags of a target come with it."""
+    if (options.target is None) == (options.tokenizer is None):
+        got = "both" if options.target else "neither"
+        raise ValueError(f"a replay reads --tokenizer, or that of --target; got {got}; give one of them")
+    given = [f"--{name}" for name in OF_TARGET if getattr(options, name) is not None]
+    if given and not options.target:
+        raise ValueError(f"{given[0]} says how --target runs, which is not given; name the target, or leave it out")
+    if options.target and not options.questions:
+        raise ValueError("--target needs the prompts that were answered, --questions; got none; name their file")
+    if options.chat_template and not options.questions:
+        raise ValueError(
+            f"--chat_template renders the prompts of --questions, which is not given; got {options.chat_template}; "
+            "give both or neither"
+        )
+
+
+def load_tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerBase:
+    """The tokenizer of --tokenizer, with a chat template where prompts are rendered."""
+    if options.questions:
+        return load_chat_tokenizer(options.tokenizer, options.chat_template)
+    return load_tokenizer(options.tokenizer, option="--tokenizer")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = script_parser(__doc__)
+    parser = target_parser(__doc__, attention=False)
     add = parser.add_argument
     add("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
-    add("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
-    add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
+    add("--tokenizer", metavar="DIR|ID", help="the tokenizer of the model that wrote them, where only text is read")
     add("--questions", metavar="FILE.jsonl|NAME", help="the questions that were answered")
     add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
     add("--limit", type=int, help="only the first N answered questions")
     add("--max_nodes", type=int, default=32, help=MAX_NODES_HELP)
-    add_threads(parser)
-    required = ("answers", "tokenizer", "drafters", "output")
+    required = ("answers", "drafters", "output")
     return exit_status(lambda: run(parse_with_config(parser, arguments, required)))
 
 

@@ -12,12 +12,13 @@ import torch
 
 from draft_heads.data.datastore import DEPTH, Datastore
 from draft_heads.data.datastore_build import suffix_array
-from draft_heads.inference.drafters.registry import DRAFTERS, DrafterBuilder, DrafterSpec, options_of
+from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS, DrafterBuilder, DrafterSpec, options_of
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import described
 from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.evaluation.replay import replay
-from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.evaluation.replay import AnswerStates, replay_all
+from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.scripts.checks.lossless_matrix import make_prompts, trained_head
 from tests.inference.models import load_target
 from tests.inference.test_ahead import HostQuestions
@@ -199,19 +200,28 @@ def test_a_drafter_that_says_on_device_copies_nothing_to_the_host(words):
     assert answer.tokens == answers()[0] and len(calls) > 5 and not asked
 
 
-@pytest.mark.parametrize("words", [words for words in WORDS if DRAFTERS[words.split(",")[0].split(":")[0]].text_only])
+def replays(words):
+    """Whether an answer's text and the target's states along it are all that the parts of a drafter read."""
+    kinds = [part.split(",")[0].split(":")[0] for part in words.split("+")]
+    return all(kind in HEAD_DRAFTERS or DRAFTERS[kind].text_only for kind in kinds)
+
+
+@pytest.mark.parametrize("words", filter(replays, [*WORDS, *PAIRS]))
 def test_replaying_an_engines_answers_takes_the_same_steps(words):
     """Random targets soon repeat themselves, so that drafts are accepted; half the answers end at EOS."""
     engine, replayed, drafted = DecodingEngine(target(), build(words)), build(words), 0
+    states = AnswerStates(target(), [replayed])
     for number, prompt in enumerate(make_prompts(target(), 4)):
         ends = (long_answer(number)[-7],) if number % 2 else ()
         decoded = engine.generate(prompt, GenerationSettings(60, eos_token_ids=ends))
-        again = replay(replayed, prompt, decoded.tokens)
+        turn = TurnRecord("own", number, number, None, 0, "", tuple(prompt), "", Generation(decoded.tokens))
+        again = replay_all("own", {"it": replayed}, [], [turn], states=states).records[0].generation
         assert again.tokens == decoded.tokens
         assert again.accept_lengths == decoded.accept_lengths
         assert again.sources[:-1] == decoded.sources[:-1]  # where the length ends an answer, nobody drafts the last
         drafted += sum(source >= 0 for source in decoded.sources)
     assert (drafted > 0) == bool(engine.drafter.max_nodes)
+    assert (states.turns, states.not_greedy, states.note()) == (4, 0, "")
 
 
 # ----------------------------------------------------------------------------------------------------

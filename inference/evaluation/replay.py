@@ -2,13 +2,14 @@
 
 Greedy decoding writes the target's answer whatever is drafted, so the number of target steps follows from the answer
 alone: each step commits the drafts that agree with the answer, and one token more. Recorded answers are replayed
-through text-only drafters; training replays held-out answers, whose hidden states it has, through its head's drafter.
+through text-only drafters and, where one forward of the target over each gives its hidden states, through heads;
+training replays held-out answers, whose hidden states it has, through its head's drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
+from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
 from draft_heads.inference.evaluation.answer_files import Answer, QuestionKey, check_one_benchmark, some
 from draft_heads.inference.evaluation.carried_over import carried_over
 from draft_heads.inference.evaluation.decoded import TurnRecord
@@ -32,6 +33,7 @@ from draft_heads.inference.evaluation.evaluate import (
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.kv_cache import STEPS
+from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
@@ -162,19 +164,82 @@ def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Q
     return [replace(one, turns=one.turns[: len(answer.turns)]) for one, answer in zip(found, answers.values())]
 
 
+@dataclass(frozen=True)
+class States:
+    """A target's states of a prompt and its answer: `hidden [n, H]` and, of some layers, `aux_hidden [n, k·H]`."""
+
+    hidden: Tensor | None = None
+    aux_hidden: Tensor | None = None
+    layers: tuple[int, ...] = ()
+
+    def of_layers(self, layers: Sequence[int]) -> Tensor | None:
+        """`aux_hidden` of these layers, side by side; None for none."""
+        if not layers:
+            return None
+        assert self.aux_hidden is not None
+        each = dict(zip(self.layers, self.aux_hidden.chunk(len(self.layers), dim=-1)))
+        return torch.cat([each[layer] for layer in layers], dim=-1)
+
+
+def no_states(turn: TurnRecord) -> States:
+    """What text-only drafters are given."""
+    return States()
+
+
+class AnswerStates:
+    """The target's states along recorded answers, from one forward over each; counts those that it would not write."""
+
+    def __init__(self, target: Target, drafters: Iterable[Drafter]) -> None:
+        self.target = target
+        self.layers = tuple(sorted({layer for drafter in drafters for layer in drafter.target_layers}))
+        self.turns = self.not_greedy = 0
+
+    def __call__(self, turn: TurnRecord) -> States:
+        """ValueError for a prompt and answer that exceed the target's positions."""
+        ids, start = [*turn.prompt, *turn.generation.tokens], len(turn.prompt)
+        if len(ids) > self.target.max_positions:
+            raise ValueError(
+                f"a prompt and its answer must fit the target's {self.target.max_positions} positions; those of "
+                f"question {turn.question_id!r} are {len(ids)} tokens; leave it out"
+            )
+        mask = [place >= start for place in range(len(ids))]
+        (labelled,) = self.target.label([ids], True, self.layers, [mask])
+        self.turns += 1
+        self.not_greedy += labelled.greedy_ids[start:] != ids[start:]
+        assert labelled.hidden is not None and labelled.aux_hidden is not None
+        device = self.target.device
+        return States(labelled.hidden.to(device), labelled.aux_hidden.to(device), self.layers)
+
+    def note(self) -> str:
+        """How many answers the target itself would not write so, in one sentence; empty for none."""
+        if not self.not_greedy:
+            return ""
+        return (
+            f"{self.not_greedy} of {self.turns} answers are not token for token what the target would write greedily "
+            "after these prompts, and there β is that of a text which it would not decode."
+        )
+
+
 def replay_all(
     name: str,
     drafters: Mapping[str, Drafter],
     questions: Sequence[Question],
     turns: Sequence[TurnRecord],
     progress: Callable[[str, int, int], None] = lambda stage, done, of: None,
+    states: Callable[[TurnRecord], States] = no_states,
 ) -> Evaluation:
-    """Every turn through every drafter, one drafter after another, so that each reads the texts in order."""
+    """Every turn through every drafter; each drafter reads the texts in order.
+
+    states: of a turn, the target's, where a drafter reads them
+    """
     records, total = list[TurnRecord](), len(drafters) * len(turns)
-    for drafter_name, drafter in drafters.items():
-        for turn in turns:
-            progress(f"{name}: {drafter_name}", len(records), total)
-            replayed = replay(drafter, turn.prompt, turn.generation.tokens)
+    for turn in turns:
+        progress(name, len(records), total)
+        given = states(turn)
+        for drafter_name, drafter in drafters.items():
+            aux_hidden = given.of_layers(drafter.target_layers)
+            with torch.inference_mode():
+                replayed = replay(drafter, turn.prompt, turn.generation.tokens, given.hidden, aux_hidden)
             records.append(replace(turn, drafter=drafter_name, generation=replayed))
     progress("replayed", total, total)
     alike = {drafter_name: [drafter] for drafter_name, drafter in drafters.items()}
@@ -182,15 +247,29 @@ def replay_all(
     return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **(described(drafters) | facts))
 
 
+def replayed_drafters(specs: Sequence[DrafterSpec], target: Target, max_nodes: int) -> dict[str, Drafter]:
+    """The drafters by name; ValueError for one whose steps do not follow from text and states alone."""
+    for spec in specs:
+        for part in spec.parts:
+            if part.kind in DRAFTERS and part.kind not in HEAD_DRAFTERS and not DRAFTERS[part.kind].text_only:
+                raise ValueError(
+                    f"recorded answers can be replayed through heads and text-only drafters; {spec.name!r} is of kind "
+                    f"{part.kind}, which runs a model of its own or reads the target's choices; measure it with "
+                    "scripts/evaluate.py"
+                )
+    builder = DrafterBuilder(target, max_nodes)
+    return {spec.name: builder.build(spec) for spec in specs}
+
+
 def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) -> dict[str, Drafter]:
     """The drafters by name; ValueError for one that reads more than the text."""
     for spec in specs:
         for part in spec.parts:
-            if part.kind in DRAFTERS and not DRAFTERS[part.kind].text_only:
+            if part.kind in HEAD_DRAFTERS:
                 raise ValueError(
-                    f"recorded answers can be replayed through text-only drafters; {spec.name!r} is of kind "
-                    f"{part.kind}, which needs a target; measure it with scripts/evaluate.py"
+                    f"a replay needs the target for a head, which reads its hidden states; {spec.name!r} is of kind "
+                    f"{part.kind}; pass the target instead of its tokenizer"
                 )
     # text drafters read no more of a target
     target: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer), device=torch.device("cpu"))
-    return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
+    return replayed_drafters(specs, target, max_nodes)

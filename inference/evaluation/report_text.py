@@ -26,7 +26,7 @@ within the numerical noise."""
 INTERVAL = "95 % interval by bootstrap over questions"
 NO_INTERVAL = "without an interval, as answers decoded together share their time"
 EXPLANATION_REPLAY = """β: new tokens per target step, the prefill included, as in greedy decoding.
-Recorded answers were replayed through text-only drafters; no target ran, nothing was timed or compared."""
+Recorded answers were replayed; nothing was decoded, timed or compared."""
 EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `generate`, without this project's engine;
 over transformers: its seconds per token over the drafter's. The plain loop is the faster of it and `vanilla`."""
 
@@ -197,7 +197,7 @@ def target_sentence(report: dict[str, Any]) -> str:
 def explanation(report: dict[str, Any]) -> str:
     """What β, γ and lossless mean in this report."""
     if report["target"] is None:
-        return EXPLANATION_REPLAY
+        return " ".join([EXPLANATION_REPLAY, *filter(None, [report["settings"].get("not_greedy")])])
     interval = NO_INTERVAL if report["settings"].get("batch_size", 1) > 1 else INTERVAL
     return EXPLANATION.format_map(report["settings"] | {"interval": interval})
 

@@ -11,12 +11,15 @@ from draft_heads.inference.evaluation.answer_files import Answer, AnsweredTurn
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.replay import (
+    AnswerStates,
+    States,
     accepted_sources,
     answer_tokens,
     match_questions,
     recorded_turns,
     replay,
     replay_all,
+    replayed_drafters,
     text_drafters,
 )
 from draft_heads.inference.generation import Generation
@@ -136,7 +139,7 @@ def test_figures_by_category_without_times():
     moved = []
     drafters = {"vanilla": VanillaDrafter(), "ngram": NgramDrafter()}
     evaluation = replay_all("file", drafters, asked, turns, lambda *where: moved.append(where))
-    assert moved[0] == ("file: vanilla", 0, 4) and moved[-1] == ("replayed", 4, 4)
+    assert moved[0] == ("file", 0, 4) and moved[-1] == ("replayed", 4, 4)
     rows = {(row["category"], row["drafter"]): row for row in result_rows(evaluation, 0)}
     assert [(key, row["new_tokens"], row["target_steps"]) for key, row in rows.items()] == [
         ((None, "vanilla"), 7, 7),
@@ -161,18 +164,45 @@ def test_figures_by_category_without_times():
     assert all(row[key] is None for row in rows.values() for key in nothing)
 
 
-def test_drafters_that_need_a_target_are_refused():
+def test_drafters_that_need_a_target_are_refused(target):
     made = text_drafters([DrafterSpec.parse(words) for words in ("ngram", "wide=ngram,branches=2")], Letters(), 9)
     assert [(name, drafter.max_nodes) for name, drafter in made.items()] == [("ngram", 7), ("wide", 9)]
-    models = (
-        "small=draft_model:runs/small",
-        "cascade=runs/small",
-        "ouroboros=runs/small",
-        "both=ngram+medusa:runs/head",
-    )
     assert text_drafters([DrafterSpec.parse("h=ngram+prompt_lookup")], Letters(), 9)["h"].max_nodes == 9
-    for words in ("mine=ctc:runs/head", "lookahead", "h=ngram+lookahead", "self_speculative", *models):
-        with pytest.raises(ValueError, match=r"text-only drafters; .* needs a target; measure it with"):
+    for words in ("mine=ctc:runs/head", "both=ngram+medusa:runs/head"):
+        with pytest.raises(ValueError, match=r"needs the target for a head, .*; pass the target instead"):
             text_drafters([DrafterSpec.parse(words)], Letters(), 9)
+    models = ("small=draft_model:runs/small", "cascade=runs/small", "ouroboros=runs/small")
+    for words in ("lookahead", "h=ngram+lookahead", "self_speculative", *models):
+        for drafters_of in (text_drafters, replayed_drafters):
+            with pytest.raises(ValueError, match=r"heads and text-only drafters; .*; measure it with"):
+                drafters_of([DrafterSpec.parse(words)], Letters() if drafters_of is text_drafters else target, 9)
     with pytest.raises(ValueError, match="known kinds are"):
         text_drafters([DrafterSpec.parse("x=magic:path")], Letters(), 9)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_answers_that_the_target_would_not_write_are_counted(target, monkeypatch, penalty):
+    """One token of `generate`'s own answer is replaced, in one of two turns."""
+    monkeypatch.setattr(target.model.generation_config, "repetition_penalty", penalty)
+    prompt = torch.randint(3, 200, (1, 12), generator=torch.Generator().manual_seed(3))
+    written = target.model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)[0, 12:].tolist()
+    other = [*written[:9], written[9] + 1, *written[10:]]
+    states = AnswerStates(target, [VanillaDrafter()])
+    for tokens in (written, other):
+        states(TurnRecord("t", 0, 0, None, 0, "", tuple(prompt[0].tolist()), "", Generation(tokens)))
+    assert (states.turns, states.not_greedy) == (2, 1)
+    assert states.note().startswith("1 of 2 answers are not token for token what the target would write greedily")
+
+
+def test_an_answer_beyond_the_targets_positions_is_refused(target):
+    turn = TurnRecord("t", 0, 7, None, 0, "", (5,) * target.max_positions, "", Generation([6]))
+    with pytest.raises(ValueError, match=r"positions; those of question 7 are \d+ tokens; leave"):
+        AnswerStates(target, [])(turn)
+
+
+def test_each_drafter_reads_its_own_layers():
+    columns = {layer: torch.full((5, 2), float(layer)) for layer in (1, 4, 7)}
+    states = States(torch.zeros(5, 2), torch.cat([*columns.values()], dim=-1), (1, 4, 7))
+    assert torch.equal(states.of_layers((4,)), columns[4])
+    assert torch.equal(states.of_layers((7, 1)), torch.cat([columns[7], columns[1]], dim=-1))
+    assert states.of_layers(()) is None

@@ -50,8 +50,9 @@ def test_rows_that_a_head_was_trained_on_are_not_measured(known, rows, refused, 
 def test_attention_over_trees_is_refused_where_none_is_built(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"kind": "ctc"}')
     words = ["--target", "T", "--heads", f"x={tmp_path}", "--dataset", "D", "--output", str(tmp_path / "out")]
-    assert accuracy.main([*words, "--attention", "products"]) == 2
-    assert "--attention is of draft trees, and none is built here; got products" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        accuracy.main([*words, "--attention", "products"])
+    assert "unknown flag --attention" in capsys.readouterr().err
 
 
 def test_of_temperatures_with_equal_beta_the_one_nearest_1_is_kept():

@@ -6,7 +6,9 @@ import pytest
 
 from draft_heads.data.text.chat_template import load_chat_tokenizer
 from draft_heads.inference.evaluation.comparison import differences, read_reports
-from draft_heads.scripts import build_datastore, replay
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts import build_datastore, evaluate, replay
+from tests.inference.models import make_head
 
 TINY = "tests/tiny_target"
 ANSWERS = ["One apple and one apple are two apples.", "Two apples and two apples are four apples."]
@@ -131,7 +133,14 @@ def test_gsm8k_problems_are_numbered_from_0(command, tmp_path):
 @pytest.mark.parametrize(
     "changes,told",
     [
-        ({"drafters": ["ctc=ctc:some/head"]}, "text-only drafters; 'ctc' is of kind ctc, which needs a target"),
+        ({"drafters": ["ctc=ctc:some/head"]}, "needs the target for a head, which reads its hidden states; 'ctc'"),
+        ({"tokenizer": None}, "reads --tokenizer, or that of --target; got neither; give one of them"),
+        ({"target": [TINY]}, "reads --tokenizer, or that of --target; got both; give one of them"),
+        (
+            {"dtype": ["float64"]},
+            "--dtype says how --target runs, which is not given; name the target",
+        ),
+        ({"target": [TINY], "tokenizer": None, "questions": None}, "--target needs the prompts that were answered"),
         ({"drafters": ["ngram", "ngram"]}, "'ngram' is given twice"),
         ({"drafters": None}, "--drafters is required"),
         ({"limit": ["0"]}, "--limit must be at least 1; got 0; write for example 1"),
@@ -145,6 +154,31 @@ def test_gsm8k_problems_are_numbered_from_0(command, tmp_path):
 def test_it_says_what_is_wrong(command, capsys, changes, told):
     assert run(command, **changes) == 2
     assert told in capsys.readouterr().err
+
+
+def test_with_the_target_heads_take_the_steps_of_decoding(tmp_path):
+    """The answers are those of an evaluation, whose steps of each turn the files have."""
+    trained = "data/tiny_target"  # of another's text the tokens can't be told: bytes of random ones are no characters
+    target = Target.from_pretrained(trained, device="cpu")
+    for kind, more in (("medusa", {}), ("eagle3", {"target_layers": [1, 2, 3]})):
+        head = make_head(target, kind, target_fingerprint=target.fingerprint(), **more)
+        head.save_pretrained(tmp_path / kind)
+    questions = write(
+        tmp_path / "asked.jsonl", [{"question_id": i, "turns": [f"What are {i} apples?"]} for i in (3, 4)]
+    )
+    drafters = ["ngram", *(f"{kind}={tmp_path / kind}" for kind in ("medusa", "eagle3"))]
+    common = ["--target", trained, "--drafters", *drafters, "--max_nodes", "9", "--output"]
+    decode = ["--benchmarks", f"asked={questions}", "--max_new_tokens", "48"]
+    assert evaluate.main([*common, str(tmp_path / "decoded"), *decode]) == 0
+    answers = str(tmp_path / "decoded" / "answers" / "vanilla.jsonl")
+    assert replay.main([*common, str(tmp_path / "replayed"), "--answers", answers, "--questions", questions]) == 0
+    decoded, replayed = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("decoded", "replayed"))
+    steps = [
+        {row["drafter"]: (row["new_tokens"], row["accept_length_histogram"]) for row in report["results"]}
+        for report in (decoded, replayed)
+    ]
+    assert steps[1] == {name: row for name, row in steps[0].items() if name != "vanilla"}
+    assert (replayed["settings"]["target"], replayed["settings"]["not_greedy"]) == (trained, "")
 
 
 def test_unanswerable_ids_broken_answers_and_finished_folders_are_refused(command, tmp_path, capsys):
