@@ -234,15 +234,15 @@ def train(
             for optimizer in (muon, adam):
                 optimizer.step()
                 optimizer.zero_grad()
-            steps, tokens = steps + 1, tokens + ids.numel()
+            steps, tokens = steps + 1, tokens + int(mask[:, 1:].sum())
             if steps % 10 == 1:
                 value = loss.item()
                 average = value if math.isnan(average) else 0.8 * average + 0.2 * value
                 rate = tokens / (time.monotonic() - start)
-                figures = f"loss {average:.3f}, {steps} steps, {rate:,.0f} tokens/s"
+                figures = f"loss {average:.3f}, {steps} steps, {rate:,.0f} trained tokens/s"
                 show("minutes of training", done * options.max_minutes, options.max_minutes, figures)
     model.eval()
-    return {"steps": steps, "training_tokens": tokens, "training_loss": round(average, 4)}
+    return {"steps": steps, "trained_tokens": tokens, "training_loss": round(average, 4)}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------

@@ -3,17 +3,20 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draft_heads.data.common.console import plain_console
 from draft_heads.data.labels.loops import loop_start
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
 from draft_heads.data.text.conversations import Conversation
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts import make_tiny_target
 from draft_heads.scripts.make_tiny_target import (
     batches,
     first_questions,
@@ -258,3 +261,12 @@ def test_output_that_is_not_empty_is_refused(tmp_path):
         parse_options(["--output", str(tmp_path)])
     with pytest.raises(ValueError, match="is a file; pick another"):
         parse_options(["--output", str(tmp_path / "keep.txt")])
+
+
+def test_trained_tokens_are_those_of_answers(monkeypatch):
+    """Two rows of one batch, the shorter one padded; their 3 + 2 answer tokens are trained in each step."""
+    monkeypatch.setattr(make_tiny_target, "time", SimpleNamespace(monotonic=iter(range(1000)).__next__))
+    rows = [(list(range(1, 1 + n)), [place >= n - own for place in range(n)]) for n, own in ((6, 3), (4, 2))]
+    options = Namespace(learning_rate=1e-3, hidden=32, batch_tokens=1024, seed=0, max_minutes=0.2)
+    facts = make_tiny_target.train(random_llama(), [], rows, options, plain_console())
+    assert facts["steps"] > 3 and facts["trained_tokens"] == 5 * facts["steps"]
