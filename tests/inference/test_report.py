@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from draft_heads.inference.evaluation import plots
-from draft_heads.inference.evaluation.answer_files import read_answers, write_answers
+from draft_heads.inference.evaluation.answer_files import check_answers, read_answers, write_answers
+from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.metrics import shown_name
 from draft_heads.inference.evaluation.report import (
@@ -306,3 +307,28 @@ def test_a_part_that_a_hybrid_hardly_needed_is_named():
     found = {"steps": 1000, "parts": {"ctc": {"accepted": 800, "needed": 10}, "ngram": {"accepted": 15, "needed": 9}}}
     (note,) = findings_note({"h": found, "d": {"tokens": 3.0}})
     assert note.startswith("h: in 1,000 target steps, 9 tokens were accepted thanks to ngram alone")
+
+
+def test_what_no_run_wrote_is_not_deleted(tmp_path):
+    own = tmp_path / "answers" / "mine.jsonl"
+    own.parent.mkdir()
+    own.write_text("{}")
+    with pytest.raises(ValueError, match=r"mine\.jsonl is there without a report\.json; .* add --overwrite"):
+        check_answers(tmp_path, overwrite=False)
+    check_answers(tmp_path, overwrite=True)
+    for name in ("report.json", "parts/run.json"):  # of a finished run and of one to go on with
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+        check_answers(tmp_path, overwrite=False)
+        (tmp_path / name).unlink()
+    parts = tmp_path / "parts"
+    for name in ("notes.txt", "notes.json", "shard-1.json"):
+        (parts / name).write_text("")
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=rf"parts, and deletes .* it holds {name}, which no run wrote"):
+                DecodedFolder(tmp_path).begin({}, overwrite)
+        (parts / name).unlink()
+    for name in ("a 1%2F-00012.json", ".a-00012.json.partial", ".run.json.partial", "a-123456.json"):
+        (parts / name).write_text("")
+    DecodedFolder(tmp_path).begin({}, overwrite=True)
+    assert {path.name for path in parts.iterdir()} == {".lock", "run.json"}
