@@ -193,6 +193,16 @@ def test_answers_that_were_cut_are_counted_beside_their_scores(report):
     assert note in markdown(found) and "Answers cut" not in markdown(report)
 
 
+@pytest.mark.parametrize("turns", [(19, 25), (25, 19)])
+def test_drafters_that_answered_different_numbers_of_turns_are_all_counted(turns):
+    found = evaluate({"vanilla": StubEngine(), "fast": StubEngine(2)}, StubOracle(), [benchmark()], render)
+    report = build_report(found, TARGET, SETTINGS, 0)
+    for row in report["results"]:
+        row |= {"turns": turns[row["drafter"] == "fast"], "cut": 3}
+    text = markdown(report)
+    assert "answered here: bench 19–25. Measure" in text and "as far as they go: bench 3 of 19–25." in text
+
+
 def test_only_answers_decoded_together_are_said_to_share_their_time(report):
     none = {**report, "results": [{**row, "gamma_ci95": None} for row in report["results"]]}
     assert "bootstrap over questions" in explanation(none)
