@@ -30,7 +30,7 @@ from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.text.benchmarks import load_benchmark, questions_checksum
 from draft_heads.data.text.known_benchmarks import known_benchmarks
 from draft_heads.data.text.rendering import ConversationError
-from draft_heads.inference.evaluation.answer_files import write_answers
+from draft_heads.inference.evaluation.answer_files import check_answers, write_answers
 from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED
 from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import (
@@ -182,6 +182,7 @@ def split_rows(words: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[st
 def run(options: argparse.Namespace) -> None:
     console = plain_console()
     check_output(options.output, options.overwrite)
+    check_answers(options.output, options.overwrite)
     loaded = load_benchmarks(options)
     check_code(options.run_code, (question for benchmark in loaded for question in benchmark.questions))
     benchmarks = with_scores(loaded, options.run_code, console)

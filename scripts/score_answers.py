@@ -3,8 +3,9 @@
     python scripts/score_answers.py --answers ctc.jsonl --baseline vanilla.jsonl --questions mt_bench.jsonl
 
 Both files are FastChat JSONL with, per turn, steps (`idxs`, counted from 0, or our `decoding_steps`),
-`new_tokens` and `wall_time`. Prints a table. With the questions it has a row per category, and where
-answers are scored (GSM8K, summaries, HumanEval with --run_code) a column with the score of the drafter's.
+`new_tokens` and `wall_time`. Prints a table. With the questions it has a row per category (without γ if
+answers were decoded together, which share their time), and where answers are scored (GSM8K, summaries, HumanEval
+with --run_code) a column with the score of the drafter's.
 --json FILE writes the rows of report.json that follow from the files, with intervals; of our own files also acceptance
 by position, β by output position, context length and turn, and accepted tokens by source.
 """
@@ -162,7 +163,8 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
     rows = [(*HEADER, *(TITLES[name] for name in scored))]
     for category in [*(key for key in scores if key is not None), None]:
         score = scores[category]
-        given = score.beta_idxs, score.figures["beta"], score.figures["gamma"]
+        shown = score.row("", category, "")
+        given = score.beta_idxs, shown["beta"], shown["gamma"]
         ratios = ["-" if x is None else f"{x:.2f}" for x in given]
         questions = len(score.pairs)
         means = mean_scores(score.scores)

@@ -168,6 +168,16 @@ def _checked(values: list[Any], where: str, kind: Any) -> list[Any]:
     return values
 
 
+def check_answers(output: Path, overwrite: bool) -> None:
+    """ValueError for answers in `output` that are of no run there, which `write_answers` would delete."""
+    known = overwrite or any((output / name).exists() for name in ("report.json", "parts/run.json"))
+    if not known and (found := sorted((output / "answers").glob("*.jsonl"))):
+        raise ValueError(
+            f"--output replaces the answers in its folder; {found[0]} is there without a report.json; choose another "
+            "folder, move the answers away or add --overwrite"
+        )
+
+
 def write_answers(output: Path, evaluation: Evaluation, batch_size: int = 1) -> None:
     """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run.
 

@@ -107,14 +107,15 @@ def target_name(report: Report) -> str:
 
 
 def differences(reports: Reports) -> Table:
-    """Everything but the figures in which the reports differ: target, settings, versions, questions and options of a
-    drafter that several have. "–" stands where a report does not say."""
+    """Everything but the figures in which the reports differ: target, settings, versions, and questions and options of
+    a benchmark or drafter among the reports that have it. "–" stands where a report does not say."""
     given = [facts(report) for report in reports.values()]
     rows = []
     for key in dict.fromkeys(key for one in given for key in one):
         values = [one.get(key, "–") for one in given]
-        apart = len(set(values)) > 1
-        if apart and not (key.partition(": ")[1] and "–" in values):  # a drafter or benchmark that one report lacks
+        needed = key if key.startswith("questions: ") else f"{key.partition(': ')[0]}: loaded"  # by who has it
+        own = [value for value, one in zip(values, given) if needed in one or ": " not in key]
+        if len(set(own)) > 1:
             rows.append([key, *values])
     return Table("What differs", ("setting", *reports), rows, 1 + len(reports))
 

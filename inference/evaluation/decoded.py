@@ -9,6 +9,7 @@ Several processes may decode the groups of one run, each its share.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from draft_heads.inference.evaluation.made_from import differences
 from draft_heads.inference.generation import Generation
 
 Prompt = tuple[int, ...]
+_OWN = re.compile(r"\.?(run|.+-\d{5,})\.json(\.partial)?")  # a kill leaves partial ones
 
 
 @dataclass(frozen=True)
@@ -138,19 +140,23 @@ class DecodedFolder:
         self.settings: dict[str, Any] = {}  # of the run that this process began
 
     def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
-        """Start a run, or resume one of the same settings; ValueError naming what differs for another run's groups, and
-        while another process writes to the folder.
+        """Start a run, or resume one of the same settings; ValueError naming what differs for another run's groups,
+        while another process writes to the folder, and for a file there that no run wrote.
 
         Groups without run.json, which goes last, are what is left of another run.
         """
         known = self.folder / "run.json"
         self.settings = wanted = json.loads(json.dumps(settings))
         self._lock = lock_folder(self.folder, "--output")
-        changed = list[str]()
+        changed, kept = list[str](), [path for path in self.folder.iterdir() if path.name != LOCK]
+        if other := sorted(path.name for path in kept if not _OWN.fullmatch(path.name)):
+            raise ValueError(
+                f"--output keeps unfinished runs in {self.folder}, and deletes that folder in the end; it holds "
+                f"{other[0]}, which no run wrote; move it away or choose another folder"
+            )
         if overwrite:
-            for path in sorted(self.folder.iterdir(), key=known.__eq__):
-                if path.name != LOCK:
-                    path.unlink()
+            for path in sorted(kept, key=known.__eq__):
+                path.unlink()
         elif known.is_file():
             changed = differences(json.loads(known.read_text(encoding="utf-8")), wanted)
         elif any(self.folder.glob("*-*.json")):

@@ -146,8 +146,8 @@ def markdown(report: dict[str, Any]) -> str:
     else:
         parts += ["![speedup](speedup.png)", accepted, *_markdown_parts([time_table(report)])]
         parts += ["![time shares](time_share.png)", *_markdown_parts(usage_tables(report))]
-        parts += _markdown_parts(source_tables(report))
-        parts += findings_note(report["findings"], shown_names(results))
+    parts += _markdown_parts(source_tables(report))
+    parts += findings_note(report["findings"], shown_names(results))
     parts += _markdown_parts([*category_tables(results), settings_table(report)])
     return "\n\n".join([*parts, ""])
 

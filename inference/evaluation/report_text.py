@@ -49,6 +49,20 @@ def overall(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in results if row["category"] is None]
 
 
+def by_benchmark(report: dict[str, Any], key: str) -> dict[str, list[int]]:
+    """Benchmark → a count of each drafter that has it."""
+    found: dict[str, list[int]] = {}
+    for row in overall(report["results"]):
+        if (count := row.get(key)) is not None:
+            found.setdefault(row["benchmark"], []).append(count)
+    return found
+
+
+def span(counts: Sequence[int]) -> str:
+    """`19–20`, or `20` where all are the same."""
+    return "–".join(map(str, sorted({min(counts), max(counts)})))
+
+
 def number(value: float | None, form: str = ".2f") -> str:
     return "–" if value is None else format(value, form)
 
@@ -210,15 +224,8 @@ def scores_note(report: dict[str, Any]) -> list[str]:
 
 def cut_note(report: dict[str, Any]) -> list[str]:
     """A sentence on the benchmarks with answers that were cut, how many of each; a range where drafters differ."""
-    found: dict[str, dict[int, str]] = {}
-    for row in overall(report["results"]):
-        if (cut := row.get("cut")) is not None:
-            found.setdefault(row["benchmark"], {})[cut] = f"of {row['turns']}"
-    counts = [
-        f"{name} {'–'.join(map(str, sorted({min(each), max(each)})))} {each[max(each)]}"
-        for name, each in found.items()
-        if max(each)
-    ]
+    cut, turns = (by_benchmark(report, key) for key in ("cut", "turns"))
+    counts = [f"{name} {span(each)} of {span(turns[name])}" for name, each in cut.items() if max(each)]
     rule = "Answers cut at the longest length or the end of the context, and scored as far as they go"
     return [f"{rule}: {', '.join(counts)}."] if counts else []
 
@@ -245,8 +252,8 @@ def skipped_note(report: dict[str, Any]) -> list[str]:
 
 def few_turns_note(report: dict[str, Any]) -> list[str]:
     """A sentence if a benchmark has too few turns for its intervals; none for replayed answers, which have none."""
-    turns = {row["benchmark"]: row["turns"] for row in overall(report["results"])} if report["target"] else {}
-    few = ", ".join(f"{name} {count}" for name, count in turns.items() if count < FEW_TURNS)
+    turns = by_benchmark(report, "turns") if report["target"] else {}
+    few = ", ".join(f"{name} {span(each)}" for name, each in turns.items() if min(each) < FEW_TURNS)
     rule = f"With fewer than {FEW_TURNS} answered turns, β, γ and their intervals say little"
     return [f"{rule}; answered here: {few}. Measure on more questions."] if few else []
 

@@ -60,6 +60,10 @@ frame.onload = () => {
       return article.querySelectorAll(".tree rect.node").length;
     }),
     accepted: article.querySelectorAll(".tree rect.node.accepted").length,
+    said: [...article.querySelectorAll(".step")].map((step) => {
+      step.click();
+      return text(article.querySelector(".tree p"));
+    }),
   }));
   page.querySelector("[data-tip]").dispatchEvent(new inside.PointerEvent("pointermove", { bubbles: true }));
   document.getElementById("found").textContent = JSON.stringify({

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from draft_heads.inference.evaluation import plots
-from draft_heads.inference.evaluation.answer_files import read_answers, write_answers
+from draft_heads.inference.evaluation.answer_files import check_answers, read_answers, write_answers
+from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.metrics import shown_name
 from draft_heads.inference.evaluation.report import (
@@ -192,6 +193,16 @@ def test_answers_that_were_cut_are_counted_beside_their_scores(report):
     assert note in markdown(found) and "Answers cut" not in markdown(report)
 
 
+@pytest.mark.parametrize("turns", [(19, 25), (25, 19)])
+def test_drafters_that_answered_different_numbers_of_turns_are_all_counted(turns):
+    found = evaluate({"vanilla": StubEngine(), "fast": StubEngine(2)}, StubOracle(), [benchmark()], render)
+    report = build_report(found, TARGET, SETTINGS, 0)
+    for row in report["results"]:
+        row |= {"turns": turns[row["drafter"] == "fast"], "cut": 3}
+    text = markdown(report)
+    assert "answered here: bench 19–25. Measure" in text and "as far as they go: bench 3 of 19–25." in text
+
+
 def test_only_answers_decoded_together_are_said_to_share_their_time(report):
     none = {**report, "results": [{**row, "gamma_ci95": None} for row in report["results"]]}
     assert "bootstrap over questions" in explanation(none)
@@ -306,3 +317,28 @@ def test_a_part_that_a_hybrid_hardly_needed_is_named():
     found = {"steps": 1000, "parts": {"ctc": {"accepted": 800, "needed": 10}, "ngram": {"accepted": 15, "needed": 9}}}
     (note,) = findings_note({"h": found, "d": {"tokens": 3.0}})
     assert note.startswith("h: in 1,000 target steps, 9 tokens were accepted thanks to ngram alone")
+
+
+def test_what_no_run_wrote_is_not_deleted(tmp_path):
+    own = tmp_path / "answers" / "mine.jsonl"
+    own.parent.mkdir()
+    own.write_text("{}")
+    with pytest.raises(ValueError, match=r"mine\.jsonl is there without a report\.json; .* add --overwrite"):
+        check_answers(tmp_path, overwrite=False)
+    check_answers(tmp_path, overwrite=True)
+    for name in ("report.json", "parts/run.json"):  # of a finished run and of one to go on with
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+        check_answers(tmp_path, overwrite=False)
+        (tmp_path / name).unlink()
+    parts = tmp_path / "parts"
+    for name in ("notes.txt", "notes.json", "shard-1.json"):
+        (parts / name).write_text("")
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=rf"parts, and deletes .* it holds {name}, which no run wrote"):
+                DecodedFolder(tmp_path).begin({}, overwrite)
+        (parts / name).unlink()
+    for name in ("a 1%2F-00012.json", ".a-00012.json.partial", ".run.json.partial", "a-123456.json"):
+        (parts / name).write_text("")
+    DecodedFolder(tmp_path).begin({}, overwrite=True)
+    assert {path.name for path in parts.iterdir()} == {".lock", "run.json"}

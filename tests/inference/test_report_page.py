@@ -210,6 +210,8 @@ def test_bars_stay_within_the_page_and_lines_at_their_places():
     looks = charts.drafter_looks(["vanilla", *"abcdefghi"])
     assert looks["vanilla"][0] == "g0" and looks["a"][0] == looks["i"][0] == "c0"
     assert len({dashes for name, (_, dashes) in looks.items() if name in "abcdefgh"}) == 8
+    many = charts.drafter_looks(["vanilla", "transformers", *map(str, range(26))])
+    assert len({many[str(index)] for index in range(26)}) == 26  # no two lines of a chart look alike
 
 
 def test_betas_interval_is_that_of_ratios_of_sums_over_questions():
@@ -238,6 +240,14 @@ def test_in_a_browser_nothing_overflows_or_fails_and_the_counts_agree(tmp_path, 
     found = browse(browser, tmp_path, source, 360, "dark", tmp_path / "shot.png")
     assert faults(found, report, "dark") == []
     assert found["samples"][0]["nodes"] == [0, 4, 2] and (tmp_path / "shot.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_first_step_that_kept_drafts_is_no_mere_prefill(tmp_path, browser):
+    steps = {"sources": [0, 1, -1, 0, -1, -1], "accept_lengths": [3, 2, 1], "trees": None}
+    report = report_of(samples=[{**SAMPLE, **steps}, {**SAMPLE, "sources": [-1, 0, 0, -1, 0, -1]}])
+    found = browse(browser, tmp_path, page(report), 390, "light", tmp_path / "shot.png")["samples"]
+    assert found[0]["said"][0] == "Step 1 of 3: 2 drafted tokens accepted; its tree was not recorded."
+    assert found[1]["said"][0] == "Step 1 of 3: the prefill, which gives one token."
 
 
 def test_the_check_notices_what_is_wrong(tmp_path, browser):

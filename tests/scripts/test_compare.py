@@ -79,6 +79,26 @@ def test_other_questions_of_the_same_name_and_number_are_told(folders, capsys, t
     )  # of an older one
 
 
+def test_what_differs_between_two_reports_is_told_beside_a_third_that_lacks_it(capsys, tmp_path):
+    reports = {"a": report_of(), "b": report_of(), "c": report_of(names=("slow", "other"))}
+    for (name, report), (k, checksum) in zip(reports.items(), ((4, "0a"), (7, "0b"), (5, "0c"))):
+        report["options"]["other" if name == "c" else "fast"] = {"k": k}
+        report["settings"]["question_checksums"] = {"bench": checksum}
+        if name == "c":
+            for row in report["results"]:
+                row["benchmark"] = "another"
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "report.json", report)
+    folders = [str(tmp_path / name) for name in reports]
+    apart = output_of(folders, capsys).out.split("| benchmark |")[0]
+    assert "| fast: k | 4 | 7 | – |" in apart and "| questions: bench | 3 0a | 3 0b | – |" in apart
+    assert "another" not in apart and "loaded" not in apart  # of what one report has alone
+    assert "The reports have the same" in output_of(folders[::2], capsys).out
+    del reports["b"]["options"]["fast"]["k"]  # which an older report does not say
+    write_json(tmp_path / "b" / "report.json", reports["b"])
+    assert "| fast: k | 4 | – | – |" in output_of(folders, capsys).out
+
+
 def test_answers_that_more_copies_of_a_learning_drafter_shared_are_told(capsys, tmp_path):
     for runs in (1, 2):
         learnt = {"fast": {"runs": runs, "drafters_per_run": 3, "repeated_turns": {}}}

@@ -76,3 +76,11 @@ def test_lossless_scores_nothing(command, capsys):
     with pytest.raises(SystemExit):
         lossless.main([*command, "--benchmarks", "gsm8k", "--run_code"])
     assert "unknown flag --run_code" in capsys.readouterr().err
+
+
+def test_answers_that_no_run_wrote_stay(command, tmp_path, capsys):
+    (tmp_path / "out" / "answers").mkdir(parents=True)
+    (own := tmp_path / "out" / "answers" / "mine.jsonl").write_text("{}")
+    (tmp_path / "mt.jsonl").write_text('{"turns": ["Write."]}')
+    assert evaluate.main([*command, "--benchmarks", f"mt={tmp_path / 'mt.jsonl'}"]) == 2
+    assert f"{own} is there without a report.json" in capsys.readouterr().err and own.exists()

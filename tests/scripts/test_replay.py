@@ -106,6 +106,16 @@ def test_reports_say_what_was_replayed(command, tmp_path):
     assert apart == {"b": ["questions: recorded"], "c": ["chat_template"], "d": ["answers_checksum"]}
 
 
+def test_both_pages_have_the_accepted_tokens_by_source(command, tmp_path):
+    assert run(command, drafters=["ngram", "both=ngram+prompt_lookup"]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    counts = next(row["accepted_by_source"] for row in report["results"] if row["drafter"] == "both")
+    cell = ", ".join(f"{name} {count}" for name, count in counts.items())
+    for name in ("report.md", "report.html"):
+        text = (tmp_path / "out" / name).read_text()
+        assert "Accepted tokens by source" in text and cell in text
+
+
 def test_without_questions_there_are_no_categories(command, tmp_path):
     assert run(command, questions=None, drafters=["ngram"], limit=["1"]) == 0
     (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]

@@ -64,6 +64,12 @@ def test_categories_get_their_own_row(files, tmp_path, capsys):
     }
 
 
+def test_answers_decoded_together_have_no_speed_of_a_category(files, tmp_path, capsys):
+    files[1] = write(tmp_path / "a.jsonl", [{**one, "batch_size": 2} for one in DRAFTER])
+    assert score_answers.main([*files, "--questions", write(tmp_path / "q.jsonl", QUESTIONS)]) == 0
+    assert {name: cells[3] for name, cells in table(capsys).items()} == {"writing": "-", "math": "-", "all": "4.50"}
+
+
 def test_our_own_files_count_the_prefill(files, tmp_path, capsys):
     ours = [row(1, ["same", "text"], [10, 20], [1, 2], decoding_steps=[5, 6])]
     ours += [row(2, ["other"], [30], [1], decoding_steps=[11])]

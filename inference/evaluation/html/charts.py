@@ -53,10 +53,12 @@ def name_html(value: object) -> str:
 
 
 def drafter_looks(drafters: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Drafter → colour class and dashes; baselines are grey and leave the colours to the others."""
+    """Drafter → colour class and dashes, another pair for each of 64; baselines are grey and leave the colours to the
+    others."""
     looks = {name: (grey, "") for name, grey in BASELINES.items()}
     others = [name for name in dict.fromkeys(drafters) if name not in BASELINES]
-    return looks | {name: (f"c{index % COLOURS}", DASHES[index % COLOURS]) for index, name in enumerate(others)}
+    places = {name: divmod(index, COLOURS) for index, name in enumerate(others)}
+    return looks | {name: (f"c{own}", DASHES[(own + again) % COLOURS]) for name, (again, own) in places.items()}
 
 
 def bars(rows: Sequence[Bar], most: float, one: bool = False) -> str:

@@ -95,7 +95,7 @@
     const count = sample.sources.slice(start, start + sample.accept_lengths[step]).filter((source) => source >= 0).length;
     const said = `Step ${step + 1} of ${steps.length}: `;
     panel.replaceChildren(line);
-    if (step === 0) line.textContent = `${said}the prefill, which gives one token.`;
+    if (step === 0 && !count) line.textContent = `${said}the prefill, which gives one token.`;
     else if (!tree) line.textContent = `${said}${count} drafted tokens accepted; its tree was not recorded.`;
     else if (!tree.parents.length) line.textContent = `${said}nothing was drafted.`;
     else {
