@@ -1,5 +1,7 @@
 """Draft models: whatever they say the tokens are the target's; their cache is that of the text, however it goes on."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -12,10 +14,12 @@ from draft_heads.inference.drafters.models.draft_model import (
     SelfSpeculativeDrafter,
     skipped_layers,
 )
+from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.evaluate import drafters_of, findings_of
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
@@ -56,7 +60,10 @@ def test_the_target_accepts_all_that_it_drafts_itself(target, k, inner):
     result = DecodingEngine(target, drafter).generate(make_prompts(target, 1)[0], GenerationSettings(61))
     assert result.accept_lengths[0] == 1 and set(result.accept_lengths[1:-1]) == {k + 1}
     if inner is None:
-        assert drafter.findings() == {"tokens_per_draft_forward": 1.0}
+        drafts = sum(
+            min(k, 61 - before) for before in accumulate(result.accept_lengths[:-1])
+        )  # as far as there is room
+        assert drafter.findings() == {"draft_tokens": drafts, "draft_forwards": drafts}
 
 
 def test_a_cascade_drafts_several_tokens_a_forward(llama):
@@ -64,7 +71,20 @@ def test_a_cascade_drafts_several_tokens_a_forward(llama):
     cascade = CascadeDrafter(llama, DraftModelDrafter(llama, k=4), k=8)
     result = DecodingEngine(llama, cascade).generate(repeating, GenerationSettings(61))
     assert set(result.accept_lengths[1:-1]) == {9}
-    assert cascade.findings()["tokens_per_draft_forward"] > 2
+    found = cascade.findings()
+    assert found["draft_tokens"] > 2 * found["draft_forwards"]
+
+
+@pytest.mark.parametrize("made", [lambda llama: DraftModelDrafter(llama), lambda llama: OuroborosDrafter(llama, w=4)])
+def test_what_a_report_says_of_a_batch_is_said_of_its_texts_alone(llama, made):
+    """Two of three slots have no text: the figures of the draft model are those of decoding the text by itself."""
+    prompt, settings = make_prompts(llama, 1)[0], GenerationSettings(30)
+    alone = DecodingEngine(llama, made(llama))
+    steps = alone.generate(prompt, settings).target_steps
+    batch = BatchEngine(llama, in_slots(lambda: made(llama), 3))
+    assert batch.generate([prompt], settings)[0].target_steps == steps
+    found = findings_of(drafters_of({"d": batch}))["d"]
+    assert found == alone.drafter.findings() and found["draft_forwards"] > 0
 
 
 def test_a_budget_of_one_node_is_a_draft_of_one_token(llama):

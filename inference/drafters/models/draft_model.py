@@ -53,8 +53,8 @@ class ModelDrafter(TextDrafter):
         self._text += self.readable(tokens)
 
     def findings(self) -> dict[str, Any]:
-        """Tokens per forward of the draft model."""
-        return {"tokens_per_draft_forward": self.loop.drafted / max(1, self.loop.forwards)}
+        """How many tokens the draft model drafted, in how many forwards: counts, which add up over slots and runs."""
+        return {"draft_tokens": self.loop.drafted, "draft_forwards": self.loop.forwards}
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,9 @@ class OuroborosDrafter(ModelDrafter):
                 self.pool.add([phrase[0], *v])
 
     def findings(self) -> dict[str, Any]:
-        """Tokens per forward of the draft model, and the number of phrases."""
-        return {**super().findings(), "phrases": float(len(self.pool))}  # of now: not added up
+        """Those of the draft model, and the number of phrases, which a slot that has had no text does not tell."""
+        found = super().findings()
+        return found | ({"phrases": float(len(self.pool))} if self.loop.forwards else {})  # of now: not added up
 
 
 def agreement(phrase: Phrase, choices: list[int]) -> int:
