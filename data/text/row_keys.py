@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from draft_heads.data.text.json_rows import RepeatedKey, parse_json
@@ -239,7 +240,13 @@ def _is_not_read(key: str, value: Any) -> bool:
 
 
 def _inner_text(key: str, value: Any) -> str | None:
-    """The key among metadata that a row or a turn is read for, if one is there with a text or a list."""
+    """The key among metadata that a row or a turn is read for, if one is there with a text or a list.
+
+    Metadata may be written as JSON, as in columns of texts: `{"tools": [{"name": "add"}]}` has the key `tools`.
+    """
+    if key in METADATA and isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):  # a text of another kind
+            value = parse_json(value)
     inner = value if key in METADATA and isinstance(value, Mapping) else {}
     read = {*SYSTEM, *THOUGHTS, *LISTS, TOOL_CALLS}
     return next((one for one in inner if one in read and isinstance(inner[one], str | list) and inner[one]), None)

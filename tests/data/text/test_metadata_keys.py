@@ -43,10 +43,13 @@ def test_metadata_that_holds_what_a_row_is_read_for_is_refused(key):
     for row in (
         {"messages": CHAT, "metadata": {key: "Rhyme."}},
         {"messages": [CHAT[0], CHAT[1] | {"meta": {key: ["x"]}}]},
+        {"messages": [CHAT[0], CHAT[1] | {"meta": json.dumps({key: ["x"]})}]},
     ):
         with pytest.raises(ConversationError, match=f"'{key}' in '(metadata|meta)' .*changes the text"):
             parse_record(row)
-    assert parse_record({"messages": CHAT, "metadata": {key: None, "name": "web", "reasoning": True}}).messages == CHAT
+    none = {key: None, "name": "web", "reasoning": True}
+    for metadata in (none, json.dumps(none), json.dumps([none]), "{" + key, '{"a": 1, "a": 2}', "web"):
+        assert parse_record({"messages": CHAT, "metadata": metadata}).messages == CHAT
 
 
 def test_a_text_under_any_key_may_repeat_a_turn():

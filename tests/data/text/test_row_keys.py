@@ -112,6 +112,7 @@ REFUSED = [
     ({"conversations": "[]"}, "the turns are a list, received str; write them as one, in JSONL"),
     ({"label": 0}, "'label' changes the text or the mask"),
     ({"meta": {"system_prompt": "Rhyme."}}, "'system_prompt' in 'meta' changes the text or the mask"),
+    ({"metadata": ' {"seed": 3, "tools": [{"name": "add"}]}'}, "'tools' in 'metadata' changes the text or the mask"),
     ({"chat_template_kwargs": {"add_generation_prompt": True}}, "'add_generation_prompt' among"),
     ({"weight": 0.5}, "a row's 'weight' is 1 or true, received 0.5"),
     ({"tools": TOOLS, "functions": [{"name": "sub"}]}, "one value of 'tools', received two that differ"),
