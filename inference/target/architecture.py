@@ -44,7 +44,8 @@ class Architecture:
         The log says where texts must end early, because a model would treat longer ones in another way.
         """
         layer_types = list(getattr(config, "layer_types", None) or ())
-        if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+        kinds = {*layer_types, *(getattr(config, "attention_layers", None) or ())}  # GPT-Neo's: "global" and "local"
+        if unknown := sorted(kinds - {"full_attention", "sliding_attention", "global"}):
             raise ValueError(
                 f"the target must be a decoder with full or sliding-window attention; {name} has layers of type "
                 f"{', '.join(unknown)}; pick another target"

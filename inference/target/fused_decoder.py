@@ -49,14 +49,14 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # of frequencies that do not d
 
 
 class Norm:
-    """A norm of the model as one operation, where it is an RMSNorm by its weight or by one plus it.
+    """A norm of the model in few operations, where it is an RMSNorm by its weight or by one plus it, read in each call.
 
     In half precision that rounds once, where the model's own norm may round before it multiplies by the weight.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.scale: Tensor | None = None
+        self.plus: int | None = None  # what is added to the weight; None: the module computes
         weight: Any = getattr(module, "weight", None)
         self.size = 0 if weight is None else weight.numel()
         self.eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -64,18 +64,21 @@ class Norm:
             return  # RMSNorms compute in float32 even there
         exact = 1e-4 if weight.dtype == torch.float32 else 2 * torch.finfo(weight.dtype).eps
         sample = torch.linspace(-2, 3, weight.numel(), device=weight.device, dtype=weight.dtype)
-        for scale in (weight.detach(), 1 + weight.detach().float()):
-            scale = scale.to(weight.dtype)
-            fused = F.rms_norm(sample, scale.shape, scale, self.eps)
+        for plus in (0, 1):
+            fused = self._normed(sample, plus)
             if weight.is_meta or torch.allclose(fused, module(sample), rtol=exact, atol=1e-6):
-                self.scale = scale
+                self.plus = plus
                 return
 
     def __call__(self, states: Tensor) -> Tensor:
-        if self.scale is None:
+        if self.plus is None:
             normed: Tensor = self.module(states)
             return normed
-        return F.rms_norm(states, self.scale.shape, self.scale, self.eps)
+        return self._normed(states, self.plus)
+
+    def _normed(self, states: Tensor, plus: int) -> Tensor:
+        weight: Any = self.module.weight
+        return F.rms_norm(states, weight.shape, weight + plus if plus else weight, self.eps)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from draft_heads.data.common.pretrained import MAY_BE_MISSING, check_folder_or_hub_id, model_class
 from draft_heads.data.fingerprint import weights_hashes
-from draft_heads.data.text.chat_template import load_tokenizer
+from draft_heads.data.text.chat_template import load_tokenizer, template_source
 from draft_heads.inference.target import sharded
 
 logger = logging.getLogger(__name__)
@@ -72,16 +72,24 @@ def load_model(
     return model, hashes
 
 
-def take_chat_template(tokenizer: PreTrainedTokenizerBase, adapter: str) -> None:
-    """Give a target's tokenizer the chat template that its adapter comes with, as it was trained on that one; a line
-    says so where it is another. ValueError for what is no folder or hub id."""
+def adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str) -> PreTrainedTokenizerBase:
+    """A target's tokenizer with the chat template that its adapter comes with, as it was trained on that one; the
+    adapter's own tokenizer where that template writes tokens that the target's has not. A line says so where it is
+    another. ValueError for what is no folder or hub id."""
     check_folder_or_hub_id("--target_adapter", adapter)
     if cached_file(adapter, "tokenizer_config.json", **MAY_BE_MISSING) is None:
-        return
-    template = load_tokenizer(adapter, option="--target_adapter").chat_template
-    if template and template != tokenizer.chat_template:
-        tokenizer.chat_template = template
-        logger.info(f"--target_adapter {adapter} comes with a chat template, which takes the place of the target's own")
+        return tokenizer
+    own = load_tokenizer(adapter, option="--target_adapter")
+    if not own.chat_template or own.chat_template == tokenizer.chat_template:
+        return tokenizer
+    known, written = tokenizer.get_added_vocab(), template_source(own)
+    added = [token for token, place in own.get_added_vocab().items() if known.get(token) != place and token in written]
+    instead = f"a chat template and a tokenizer with {', '.join(added)}" if added else "a chat template"
+    logger.info(f"--target_adapter {adapter} comes with {instead}: taken in place of the target's own")
+    if added:
+        return own
+    tokenizer.chat_template = own.chat_template
+    return tokenizer
 
 
 def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:

@@ -26,7 +26,7 @@ from draft_heads.inference.target.architecture import Architecture, check_decode
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import half_precision_product
-from draft_heads.inference.target.loading import LESS_MEMORY, load_model, take_chat_template
+from draft_heads.inference.target.loading import LESS_MEMORY, adapters_tokenizer, load_model
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
@@ -213,7 +213,7 @@ class Target:
         check_file(path)
         tokenizer = load_tokenizer(path, chat_template)
         if adapter and chat_template is None:
-            take_chat_template(tokenizer, adapter)
+            tokenizer = adapters_tokenizer(tokenizer, adapter)
         model, hashes = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
         if lend_to:

@@ -115,6 +115,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "tie_word_embeddings": True},
     "opt, projected": {"ffn_dim": 64, "word_embed_proj_dim": 16, "do_layer_norm_before": False} | _TIED,
     **{name: {"tie_word_embeddings": True} for name in ("gpt2", "mpt", "bloom")},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "mamba": {},
     "falcon": {"alibi": True},
     "falcon, rotary": {"multi_query": True, "parallel_attn": True},

@@ -189,6 +189,18 @@ def test_what_cannot_follow_a_tree_is_refused_with_the_reason(model_type, reason
         Target(_model(model_type), name=model_type)
 
 
+def test_layers_with_a_window_of_their_own_over_places_in_the_cache_are_refused():
+    """GPT-Neo's local layers; a probe's text is shorter than their window. Its global layers follow a tree."""
+    local, model = (_model("gpt_neo", attention_types=[[kinds, 1]]) for kinds in (["global", "local"], ["global"] * 2))
+    with pytest.raises(ValueError, match="gpt_neo has layers of type local; pick another target"):
+        Target(local, name="gpt_neo")
+    target = Target(model, name="gpt_neo")
+    prompt = [1 + 7 * i % 210 for i in range(200)]
+    answer = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 200:].tolist()
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, GenerationSettings(20, ()))
+    assert generated.tokens == answer
+
+
 def test_of_a_model_class_with_a_state_a_checkpoint_whose_layers_all_attend_is_served():
     state = {"mamba_n_heads": 4, "mamba_d_head": 16, "num_local_experts": 0, "shared_intermediate_size": 64}
     model = _model("granitemoehybrid", **state, layer_types=["full_attention"] * 2, position_embedding_type="rope")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.batch import BatchEngine
@@ -294,6 +295,25 @@ def test_a_sample_shows_one_value_of_about_each_row():
         found += not seen.still_in(model)
         model.lm_head.weight.data[row] = kept
     assert found >= 200 and seen.still_in(model)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma", "gemma3_text", "qwen3"])
+def test_norms_in_half_precision_follow_an_update_through_data(architecture):
+    """As of an average of weights that is copied into a model; Gemma's norms multiply by 1 plus their weight."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 211, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    config = AutoConfig.for_model(architecture, **sizes, num_attention_heads=4, num_key_value_heads=2)
+    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), name=architecture)
+    engine, prompt = DecodingEngine(target, VanillaDrafter()), torch.tensor(PROMPT)
+    engine.generate(PROMPT, SETTINGS)
+    before = target.model(prompt[None]).logits[0, -1]
+    for name, parameter in target.model.named_parameters():
+        if "norm" in name:
+            parameter.data.copy_(2 * torch.randn_like(parameter))
+    engine.generate(PROMPT, SETTINGS)
+    own, drafted = target.model(prompt[None]).logits[0, -1], target.prefill(prompt, target.new_cache(16)).logits
+    assert target.forward_kind == "fused" and (own - before).std() > 0.5 * own.std()
+    assert (own - drafted).abs().max() < 0.1 * own.std()
 
 
 def test_a_target_without_layers_follows_the_whole_one():

@@ -169,6 +169,33 @@ def test_prompts_are_rendered_with_the_chat_template_that_an_adapter_comes_with(
     assert prompt(chat_template=str(tmp_path / "asked.jinja")) == plain
 
 
+def test_tokens_that_the_template_of_an_adapter_writes_come_with_its_tokenizer(target, tmp_path, caplog):
+    """Without them `<|turn|>` would be spelled in pieces, and no answer would end at `<|over|>`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model.resize_token_embeddings(len(target.tokenizer) + 8)  # rows that no token of the target's tokenizer has
+    model.save_pretrained(base)
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.save_pretrained(base)
+    get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj"])).save_pretrained(adapter)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|over|>", "<|never|>"]})
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|turn|>{{ message.role }}: {{ message.content }}<|over|>{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(adapter)
+    with caplog.at_level("INFO", "draft_heads.inference"):
+        adapted = Target.from_pretrained(str(base), device="cpu", adapter=str(adapter))
+    assert "a chat template and a tokenizer with <|turn|>, <|over|>: taken in place of the target's own" in caplog.text
+    messages = [{"role": "user", "content": "Name a fruit."}]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert adapted.renderer.prompt(messages) == expected and expected.count(len(target.tokenizer)) == 2
+    assert set(adapted.end_token_ids) == {*target.end_token_ids, len(target.tokenizer) + 1}
+
+
 def test_an_adapter_that_does_not_merge_into_weights_is_refused_in_a_sentence(tmp_path):
     from peft import PromptTuningConfig, get_peft_model
     from transformers import AutoModelForCausalLM
