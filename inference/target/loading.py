@@ -72,7 +72,15 @@ def load_model(
     return model, hashes
 
 
-def take_chat_template(tokenizer: PreTrainedTokenizerBase, adapter: str) -> None:
+def target_tokenizer(path: str, chat_template: str | None, adapter: str | None) -> PreTrainedTokenizerBase:
+    """A target's tokenizer with the chat template that renders its prompts: the one given, its adapter's, its own."""
+    tokenizer = load_tokenizer(path, chat_template)
+    if adapter and chat_template is None:
+        _take_chat_template(tokenizer, adapter)
+    return tokenizer
+
+
+def _take_chat_template(tokenizer: PreTrainedTokenizerBase, adapter: str) -> None:
     """Give a target's tokenizer the chat template that its adapter comes with, as it was trained on that one; a line
     says so where it is another. ValueError for what is no folder or hub id."""
     check_folder_or_hub_id("--target_adapter", adapter)
