@@ -2,7 +2,8 @@
 
     python scripts/inspect_head.py RUN/head [RUN/head …] [--target DIR]
 
-With --target, also whether it fits: every size and hash in which its target and this one differ.
+With --target, also whether it fits: every size and hash in which its target and this one differ. A head that was
+trained with an adapter fits the target with that --target_adapter.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from rich.table import Table
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import FIELDS, target_fingerprint
-from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import figure, measured, trained_for, trained_on
 from draft_heads.heads.checkpoint import PROVENANCE, load_head
 from draft_heads.heads.config import OF_THE_TARGET, SIZES
 from draft_heads.heads.export.formats import check_exportable, formats_of
+from draft_heads.inference.target.loading import target_tokenizer
 from draft_heads.scripts.decoding_options import script_parser
 
 
@@ -34,6 +35,8 @@ def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]
     rows = [("head", f"{config['kind']}, {own_weights:,} parameters")]
     rows.append(("read per draft", f"{read:,} weights, {2 * read / 2**20:,.1f} MiB in 16 bits"))
     rows.append(("target", config["target"] or "unknown"))
+    if adapter := head.provenance.get("options", {}).get("target_adapter"):
+        rows.append(("its adapter", adapter))
     rows.append(("its sizes", ", ".join(f"{name} {config[name]}" for name in SIZES)))
     own = {key: value for key, value in config.items() if key not in {"kind", *OF_THE_TARGET}}
     rows.append(("settings", ", ".join(f"{key} {value}" for key, value in own.items())))
@@ -87,13 +90,15 @@ def run() -> None:
     parser.add_argument("heads", nargs="+", metavar="RUN/head", help="folders or hub ids")
     parser.add_argument("--target", help="a target's folder or hub id, of which only config and tokenizer are read")
     parser.add_argument("--chat_template", help="a bundled name or a .jinja file, instead of the tokenizer's own")
+    parser.add_argument("--target_adapter", help="the target's PEFT adapter, which may come with a chat template")
     args = parser.parse_args()
-    if args.chat_template and not args.target:
-        raise ValueError(f"--chat_template {args.chat_template} is for a --target; got none; give one, or leave it out")
+    for name in ("chat_template", "target_adapter"):
+        if (value := getattr(args, name)) and not args.target:
+            raise ValueError(f"--{name} {value} is for a --target; got none; give one, or leave it out")
     target = None
     if args.target:
         config = load_config(args.target).get_text_config(decoder=True)
-        target = target_fingerprint(config, load_tokenizer(args.target, args.chat_template))
+        target = target_fingerprint(config, target_tokenizer(args.target, args.chat_template, args.target_adapter))
     for path in args.heads:
         table = Table(title=path, show_header=False, title_justify="left")
         table.add_column(no_wrap=True)

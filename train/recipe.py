@@ -28,7 +28,7 @@ from draft_heads.configs.recipes import (
     size_class,
 )
 from draft_heads.data.common.pretrained import load_config
-from draft_heads.data.text.chat_template import load_tokenizer
+from draft_heads.inference.target.loading import target_tokenizer
 from draft_heads.train.memory import ASSUMED_LENGTH, count_parameters, training_memory
 
 _NOT_OF_A_RECIPE = ("config", "print_recipe", "overwrite", "local_rank")
@@ -116,7 +116,7 @@ def choose_recipe(kind: str, given: Mapping[str, Any], parser: argparse.Argument
     recipe = recipe or sized_recipe(kind, config, parser, has_gpu(given))
     recipe.target, recipe.target_config = target, config
     if recipe.bundled:
-        fit_to_target(recipe, given.get("chat_template"))
+        fit_to_target(recipe, given)
     return recipe
 
 
@@ -127,7 +127,7 @@ def replaced_recipe(recipe: Recipe, parser: argparse.ArgumentParser, gpu: bool) 
     except ValueError:
         return None
     replaced.target = recipe.target
-    fit_to_target(replaced, recipe.settings.get("chat_template"))
+    fit_to_target(replaced, recipe.settings)
     return replaced
 
 
@@ -168,16 +168,17 @@ def _bundled(kind: str, name: str, line: str, config: Any, parser: argparse.Argu
     return Recipe(kind, line, sources, settings, name, target_config=config)
 
 
-def fit_to_target(recipe: Recipe, chat_template: str | None) -> None:
-    """Leave out a draft vocabulary that the target's does not exceed and a chat template that its tokenizer has.
+def fit_to_target(recipe: Recipe, given: Mapping[str, Any]) -> None:
+    """Leave out a draft vocabulary that the target's does not exceed and a chat template that its tokenizer, or its
+    adapter, has.
 
-    chat_template: the one asked for, which counts whatever the tokenizer has
+    given: what was asked for; a chat template among it counts whatever the tokenizer has
     """
     settings = recipe.settings
     if settings.get("draft_vocab_size", 0) >= recipe.target_config.get_text_config(decoder=True).vocab_size:
         del settings["draft_vocab_size"]
-    if (template := settings.get("chat_template")) and not chat_template:
-        if load_tokenizer(recipe.target).chat_template:
+    if (template := settings.get("chat_template")) and not given.get("chat_template"):
+        if target_tokenizer(recipe.target, None, given.get("target_adapter")).chat_template:
             del settings["chat_template"]
             recipe.line += f"; its chat template {template} is left out, the tokenizer has its own"
         else:

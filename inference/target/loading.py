@@ -72,7 +72,13 @@ def load_model(
     return model, hashes
 
 
-def adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str) -> PreTrainedTokenizerBase:
+def target_tokenizer(path: str, chat_template: str | None, adapter: str | None) -> PreTrainedTokenizerBase:
+    """A target's tokenizer with the chat template that renders its prompts: the one given, its adapter's, its own."""
+    tokenizer = load_tokenizer(path, chat_template)
+    return _adapters_tokenizer(tokenizer, adapter) if adapter and chat_template is None else tokenizer
+
+
+def _adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str) -> PreTrainedTokenizerBase:
     """A target's tokenizer with the chat template that its adapter comes with, as it was trained on that one; the
     adapter's own tokenizer where that template writes tokens that the target's has not. A line says so where it is
     another. ValueError for what is no folder or hub id."""

@@ -19,14 +19,13 @@ from draft_heads.configs.options import dtype_from_name, explain_out_of_memory
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_file, check_settings
-from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids
 from draft_heads.inference.target import labels, sharded, views
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import half_precision_product
-from draft_heads.inference.target.loading import LESS_MEMORY, adapters_tokenizer, load_model
+from draft_heads.inference.target.loading import LESS_MEMORY, load_model, target_tokenizer
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
@@ -211,9 +210,7 @@ class Target:
         config = load_config(path)
         check_decoder_only(config, path)
         check_file(path)
-        tokenizer = load_tokenizer(path, chat_template)
-        if adapter and chat_template is None:
-            tokenizer = adapters_tokenizer(tokenizer, adapter)
+        tokenizer = target_tokenizer(path, chat_template, adapter)
         model, hashes = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
         if lend_to:

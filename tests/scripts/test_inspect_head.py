@@ -89,9 +89,22 @@ def test_only_formats_that_hold_the_head_are_named(tmp_path, monkeypatch, capsys
         assert f"none: {'' if kind == 'medusa' else 'engines read EAGLE-3 '}{why}" in text and "vLLM" not in text
 
 
-def test_a_chat_template_without_a_target_is_refused(tmp_path, monkeypatch, capsys):
-    status, text = told(monkeypatch, capsys, tmp_path, "--chat_template", "vicuna")
-    assert status == 2 and "--chat_template vicuna is for a --target; got none" in text
+@pytest.mark.parametrize("flag", ["--chat_template", "--target_adapter"])
+def test_what_is_the_targets_is_refused_without_one(tmp_path, monkeypatch, capsys, flag):
+    status, text = told(monkeypatch, capsys, tmp_path, flag, "vicuna")
+    assert status == 2 and f"{flag} vicuna is for a --target; got none" in text
+
+
+def test_a_head_fits_the_target_with_the_adapter_whose_chat_template_it_was_trained_on(tmp_path, monkeypatch, capsys):
+    target = Target.from_pretrained("tests/tiny_target", device="cpu", chat_template="vicuna")
+    adapter, head = tmp_path / "adapter", tmp_path / "head"
+    target.tokenizer.save_pretrained(adapter)
+    known = {"options": {"target_adapter": str(adapter)}}
+    disturbed(MedusaHead, MedusaConfig, target_fingerprint=target.fingerprint()).save_pretrained(head, known)
+    text = told(monkeypatch, capsys, head, "--target", "tests/tiny_target")[1]
+    assert "no: chat_template_hash" in text and str(adapter) in text
+    asked = "--target", "tests/tiny_target", "--target_adapter", adapter
+    assert "fits the target │ yes" in told(monkeypatch, capsys, head, *asked)[1]
 
 
 def test_large_figures_and_what_was_held_out_are_told(tmp_path, monkeypatch, capsys):

@@ -209,7 +209,8 @@ def test_a_target_of_a_size_that_trains_without_a_gpu_gets_the_recipe_for_that()
 
 
 def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(tmp_path, monkeypatch, capsys):
-    shutil.copytree(TARGET, tmp_path / "own target")
+    for name in ("own target", "adapter"):
+        shutil.copytree(TARGET, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     arguments = ["--target", "own target", "--dataset", "d", "--output_dir", "r", "--bf16", "false"]
     parse_options(CTCConfig, arguments)
@@ -224,6 +225,8 @@ def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(
     (tmp_path / "own target" / "chat_template.jinja").unlink()
     run = parse_options(CTCConfig, [*arguments, "--config", "vicuna-7b"])[0]
     assert run.chat_template == "vicuna"
+    run = parse_options(CTCConfig, [*arguments, "--config", "vicuna-7b", "--target_adapter", "adapter"])[0]
+    assert run.chat_template is None  # the adapter's own counts, as in decoding
     with pytest.raises(SystemExit):
         parse_options(CTCConfig, [*arguments, "--config", "vicuna-8b"])
     told = capsys.readouterr().err
