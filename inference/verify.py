@@ -100,7 +100,7 @@ class TypicalAcceptance:
         agrees = (draft_log_p.exp() > threshold.gather(-1, parents)) & tree.candidate
         _, reached = _deepest(agrees, sees)
         own = torch.cat([torch.zeros_like(log_p[..., :1, 0]), draft_log_p], dim=-1)
-        total = (sees.float() @ own[..., None])[..., 0]
+        total = torch.where(sees, own[..., None, :], 0).sum(-1)  # no product: of an excluded token it is 0 · −inf
         last = total.masked_fill(reached < reached.amax(-1, keepdim=True), -torch.inf).argmax(-1, keepdim=True)
         base = logits.argmax(-1).gather(-1, last)[..., 0]
         return *accepted_rows(_row(sees, last), depth, max_depth), base

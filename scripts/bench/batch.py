@@ -66,7 +66,9 @@ def measure(
     tokens: int,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """A row for every size and drafter; AssertionError if an answer depends on either."""
+    """A row for every size and drafter, one text, which figures are over, among the sizes; AssertionError if an answer
+    depends on either."""
+    sizes = sorted({1, *sizes})
     settings = GenerationSettings(tokens)
     engines = {(spec.name, size): CountedBatches(target, spec, nodes, size) for size in sizes for spec in specs}
     runs = {f"{name} {size}": partial(engine.run, texts, settings) for (name, size), engine in engines.items()}
@@ -101,7 +103,7 @@ def main() -> None:
     parser = target_parser(__doc__)
     add = parser.add_argument
     add("--drafters", nargs="+", default=["ngram"], help="as in scripts/evaluate.py")
-    add("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="texts at a time (default 1 2 4 8 16)")
+    add("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="texts at a time, beside 1 (default 1 2 4 8 16)")
     add("--max_nodes", type=int, default=32, help="default 32")
     add("--questions", type=int, default=32, help="default 32")
     add("--max_new_tokens", type=int, default=64, help="default 64")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections import Counter
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status
@@ -32,13 +33,17 @@ def arms(args: Any, target: Target) -> dict[str, dict[str, Any]]:
     tokens = {"num_speculative_tokens": args.tokens}
     lookup = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}
     found: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"speculative_config": lookup | tokens}}
+    kinds = Counter[str]()
     for path in args.heads:
         head = load_head(path, target.fingerprint())
-        if head.config.kind == "eagle3":
-            folder = args.output / "eagle3_export"
+        kind = head.config.kind
+        kinds[kind] += 1
+        name = f"{kind}_{kinds[kind]}" if kinds[kind] > 1 else kind  # of two CTC heads the second is ctc_2
+        if kind == "eagle3":
+            folder = args.output / f"{name}_export"
             write_folder(head, "eagle3", folder, target.config, args.target)
-            found["eagle3, its export"] = {"speculative_config": {"method": "eagle3", "model": str(folder)} | tokens}
-        found[head.config.kind] = {
+            found[f"{name}, its export"] = {"speculative_config": {"method": "eagle3", "model": str(folder)} | tokens}
+        found[name] = {
             "speculative_config": {"method": "custom_class", "model": PLUGIN} | tokens,
             "additional_config": {"draft_head": path},
         }

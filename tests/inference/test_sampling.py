@@ -201,6 +201,15 @@ def test_typical_acceptance_keeps_the_longest_most_probable_path():
         GenerationSettings(temperature=1.0, typical=TypicalAcceptance())
 
 
+def test_typical_acceptance_weighs_paths_beside_a_token_that_processors_exclude():
+    """After the base token 1 has .4 and 2 has .6; 3 is excluded. Both are typical, 2 is the more probable one."""
+    tree = as_tree([(1,), (2,), (3,)])
+    logits = torch.tensor([[0.0, 0.4, 0.6, 0.0, 0.0]] + [[0.0, 0.0, 0.0, 0.0, 1.0]] * 3).log()
+    sees = ancestor_rows(tree.parents, 1)
+    rows, count, base = TypicalAcceptance()(tree, logits.argmax(-1), logits, sees, depths(sees), 1)
+    assert (rows.tolist(), int(count), int(base)) == ([0, 2], 2, 4)
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_an_engine_keeps_what_is_typical_and_goes_on_with_what_the_target_says_behind_it(ahead):
     target = load_target("llama", torch.float64)

@@ -50,7 +50,9 @@ def test_a_drafter_that_would_know_the_texts_of_earlier_rounds_is_refused(target
     for words in ("kept=ngram,keep=1", "kept=ngram,keep=1+prompt_lookup"):
         with pytest.raises(ValueError, match="'kept' keeps what it learned of them; leave that off"):
             batch.measure(target, drafter_specs([words]), [1, 2], 8, prompts(target, 2, 0), TOKENS, 1)
-    batch.measure(target, drafter_specs(["ngram+prompt_lookup"]), [2], 8, prompts(target, 2, 0), TOKENS, 1)
+    rows = batch.measure(target, drafter_specs(["ngram+prompt_lookup"]), [2], 8, prompts(target, 2, 0), TOKENS, 1)
+    assert [row["batch_size"] for row in rows] == [1, 1, 2, 2]  # what figures are over is measured, asked for or not
+    assert rows[0]["over_plain_alone"] == rows[1]["draft_over_first_size"] == 1
 
 
 def test_drafts_are_counted_and_their_time_shared(target):

@@ -7,6 +7,7 @@ import torch
 
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.scripts.bench import vllm
 from draft_heads.scripts.checks.engines import (
     FAR,
     Engines,
@@ -45,6 +46,21 @@ def test_samples_of_one_distribution_are_near_and_those_of_others_are_far():
 
     one, same, other = samples([0.6, 0.3, 0.1]), samples([0.6, 0.3, 0.1]), samples([0.5, 0.4, 0.1])
     assert distance(one, same, 0) < FAR < distance(one, other, 0)
+
+
+def test_a_bench_has_an_arm_for_each_of_two_heads_of_a_kind(monkeypatch, tmp_path):
+    heads = {"A": "ctc", "B": "eagle3", "C": "ctc", "D": "eagle3"}
+    folders = []
+    stub = SimpleNamespace(fingerprint=dict, config=None)
+    loaded = {path: SimpleNamespace(config=SimpleNamespace(kind=kind)) for path, kind in heads.items()}
+    monkeypatch.setattr(vllm, "load_head", lambda path, fingerprint: loaded[path])
+    monkeypatch.setattr(vllm, "write_folder", lambda head, name, folder, *_: folders.append(folder.name))
+    found = vllm.arms(SimpleNamespace(heads=list(heads), tokens=4, output=tmp_path, target="T"), stub)
+    drafting = {name: arm["additional_config"]["draft_head"] for name, arm in found.items() if len(arm) == 2}
+    assert drafting == {"ctc": "A", "eagle3": "B", "ctc_2": "C", "eagle3_2": "D"}
+    assert folders == ["eagle3_export", "eagle3_2_export"]
+    exports = [arm["speculative_config"]["model"] for name, arm in found.items() if "export" in name]
+    assert exports == [str(tmp_path / folder) for folder in folders]
 
 
 def vllm_stand_in(plain, found):
