@@ -80,22 +80,25 @@ def target_tokenizer(path: str, chat_template: str | None, adapter: str | None) 
 
 def _adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str) -> PreTrainedTokenizerBase:
     """A target's tokenizer with the chat template that its adapter comes with, as it was trained on that one; the
-    adapter's own tokenizer where that template writes tokens that the target's has not. A line says so where it is
-    another. ValueError for what is no folder or hub id."""
+    adapter's own where its template writes other tokens: some that it adds, another beginning or end of texts. A line
+    says what is taken. ValueError for what is no folder or hub id."""
     check_folder_or_hub_id("--target_adapter", adapter)
     if cached_file(adapter, "tokenizer_config.json", **MAY_BE_MISSING) is None:
         return tokenizer
     own = load_tokenizer(adapter, option="--target_adapter")
-    if not own.chat_template or own.chat_template == tokenizer.chat_template:
+    if not own.chat_template:
         return tokenizer
     known, written = tokenizer.get_added_vocab(), template_source(own)
-    added = [token for token, place in own.get_added_vocab().items() if known.get(token) != place and token in written]
-    instead = f"a chat template and a tokenizer with {', '.join(added)}" if added else "a chat template"
-    logger.info(f"--target_adapter {adapter} comes with {instead}: taken in place of the target's own")
-    if added:
-        return own
-    tokenizer.chat_template = own.chat_template
-    return tokenizer
+    added = any(known.get(token) != place and token in written for token, place in own.get_added_vocab().items())
+    if added or (own.bos_token, own.eos_token) != (tokenizer.bos_token, tokenizer.eos_token):
+        taken, chosen = "tokens and a chat template", own
+    elif own.chat_template != tokenizer.chat_template:
+        taken, chosen = "a chat template", tokenizer
+        tokenizer.chat_template = own.chat_template
+    else:
+        return tokenizer
+    logger.info(f"--target_adapter {adapter} comes with {taken}: taken in place of the target's own")
+    return chosen
 
 
 def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:

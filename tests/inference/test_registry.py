@@ -164,13 +164,14 @@ def test_prompts_are_rendered_with_the_chat_template_that_an_adapter_comes_with(
         )
         tokenizer.save_pretrained(tmp_path)
         assert target.tokenizer.decode(prompt()) == f"user: Name a fruit.{tokenizer.eos_token}assistant: "
-        assert f"{tmp_path} comes with a chat template" in caplog.text
+        assert f"{tmp_path} comes with a chat template: taken" in caplog.text
     (tmp_path / "asked.jinja").write_text(target.tokenizer.chat_template)
     assert prompt(chat_template=str(tmp_path / "asked.jinja")) == plain
 
 
-def test_tokens_that_the_template_of_an_adapter_writes_come_with_its_tokenizer(target, tmp_path, caplog):
-    """Without them `<|turn|>` would be spelled in pieces, and no answer would end at `<|over|>`."""
+@pytest.mark.parametrize("begins, ends", [("<|turn|>", "<|over|>"), ("", "{{ eos_token }}")])
+def test_the_tokens_that_an_adapters_template_writes_are_those_of_its_tokenizer(target, tmp_path, caplog, begins, ends):
+    """With the target's `<|turn|>` would be spelled in pieces, and no answer would end at `<|over|>`."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -181,19 +182,23 @@ def test_tokens_that_the_template_of_an_adapter_writes_come_with_its_tokenizer(t
     tokenizer = copy.deepcopy(target.tokenizer)
     tokenizer.save_pretrained(base)
     get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj"])).save_pretrained(adapter)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|over|>", "<|never|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|over|>"]})
+    if not begins:
+        tokenizer.eos_token = "<|over|>"
     tokenizer.chat_template = (
-        "{% for message in messages %}<|turn|>{{ message.role }}: {{ message.content }}<|over|>{% endfor %}"
-        "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
-    )
+        "{% for message in messages %}BEGINS{{ message.role }}: {{ message.content }}ENDS{% endfor %}"
+        "{% if add_generation_prompt %}BEGINSassistant: {% endif %}"
+    ).replace("BEGINS", begins)
+    tokenizer.chat_template = tokenizer.chat_template.replace("ENDS", ends)
     tokenizer.save_pretrained(adapter)
     with caplog.at_level("INFO", "draft_heads.inference"):
         adapted = Target.from_pretrained(str(base), device="cpu", adapter=str(adapter))
-    assert "a chat template and a tokenizer with <|turn|>, <|over|>: taken in place of the target's own" in caplog.text
+    assert f"{adapter} comes with tokens and a chat template: taken in place" in caplog.text
     messages = [{"role": "user", "content": "Name a fruit."}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert adapted.renderer.prompt(messages) == expected and expected.count(len(target.tokenizer)) == 2
-    assert set(adapted.end_token_ids) == {*target.end_token_ids, len(target.tokenizer) + 1}
+    turn, over = tokenizer.convert_tokens_to_ids(["<|turn|>", "<|over|>"])
+    assert adapted.renderer.prompt(messages) == expected and over in expected and (turn in expected) == bool(begins)
+    assert over in adapted.end_token_ids
 
 
 def test_an_adapter_that_does_not_merge_into_weights_is_refused_in_a_sentence(tmp_path):
