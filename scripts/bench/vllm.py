@@ -1,17 +1,23 @@
 """How fast is a real vLLM with each head? Acceptance length and tokens per second, alone and eight requests at once.
 
     python scripts/bench/vllm.py --python VENV/bin/python --target DIR --heads RUN/head … --output DIR [--prompts FILE]
+        [--drafters transformers ctc=RUN/head …]
 
 Arms: vLLM without drafts, its own n-grams, its own EAGLE-3 from our export, and every head inside it
-(`inference/serving/vllm.py`). Each arm is an engine of its own; the arms take turns, `--rounds` times over, and the
-table has medians of the rounds. Answers must be those without drafts. VENV is made by `make check-engines`.
+(`inference/serving/vllm.py`). Each of these is an engine of its own. `--drafters`, written as for
+`scripts/evaluate.py`, adds our engine without drafts and with each of them, and rows of transformers, all of one text
+at a time. The arms take turns, `--rounds` times over, and the table has medians of the rounds. Answers must be those
+of vLLM without drafts. VENV is made by `make check-engines`.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status
@@ -21,11 +27,19 @@ import torch
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import write_folder
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.evaluate import endless
+from draft_heads.inference.evaluation.hf_assisted import hf_engine
+from draft_heads.inference.evaluation.hf_generate import HFGenerate
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import prompts as make_prompts
 from draft_heads.scripts.checks.engines import PLUGIN, Engines, acceptance_length, engines_parser
+from draft_heads.scripts.decoding_options import drafter_specs, load_engines
+from draft_heads.scripts.evaluate import split_rows
 
 SIZES = (1, 8)
+OwnEngine = DecodingEngine | HFGenerate
 
 
 def arms(args: Any, target: Target) -> dict[str, dict[str, Any]]:
@@ -65,26 +79,56 @@ def measure(engines: Engines, name: str, arm: dict[str, Any]) -> list[dict[str, 
     ]
 
 
+def own_engines(args: Any, target: Target) -> dict[str, OwnEngine]:
+    """Rows of `--drafters` by name: our engine's, the first without drafts, and those of transformers."""
+    if not args.drafters:
+        return {}
+    hf_rows, drafters = split_rows(args.drafters)
+    engines = load_engines(drafter_specs(drafters), target, args.max_nodes, 1)
+    own = {f"our {name}": engine for name, engine in engines.items() if isinstance(engine, DecodingEngine)}
+    return own | {name: hf_engine(target, words) for name, words in hf_rows.items()}
+
+
+def measure_own(engine: OwnEngine, prompts: list[list[int]], settings: GenerationSettings) -> list[dict[str, Any]]:
+    """What `measure` gives, of one text at a time."""
+    engine.generate(prompts[0][::-1], endless(settings))
+    start = time.monotonic()
+    answers = [engine.generate(prompt, settings) for prompt in prompts]
+    seconds = time.monotonic() - start
+    tokens, steps = (sum(map(len, each)) for each in zip(*((a.tokens, a.accept_lengths) for a in answers)))
+    return [{"answers": [a.tokens for a in answers], "length": tokens / steps, "speed": tokens / seconds}]
+
+
 def main() -> None:
     parser = engines_parser(__doc__, 96)
     add = parser.add_argument
     add("--prompts", help="a benchmark, of which the first turns are asked (default: questions of the project's own)")
     add("--tokens", type=int, default=4, help="drafted tokens a step (default 4)")
     add("--rounds", type=int, default=3, help="default 3")
+    add("--drafters", nargs="+", default=[], help="rows of our own engine, and of transformers")
+    add("--max_nodes", type=int, default=32, help="most nodes of our engine's trees (default 32)")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     target = Target.from_pretrained(args.target, torch.float32, "cpu")
     if args.prompts:
         questions = load_benchmark("prompts", args.prompts, args.questions)
-        prompts = [target.renderer.prompt([{"role": "user", "content": one.turns[0]}]) for one in questions]
+        prompts = [
+            target.renderer.prompt([*one.opening, {"role": "user", "content": one.turns[0]}], one.extra)
+            for one in questions
+        ]
     else:
         prompts = make_prompts(target, args.questions, 0)
     engines = Engines(args.python, args.target, args.output, prompts, args.max_new_tokens)
-    chosen = arms(args, target)
-    rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in chosen}
+    run: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        name: partial(measure, engines, name.replace(", its export", "_export"), arm)
+        for name, arm in arms(args, target).items()
+    }
+    settings = GenerationSettings(args.max_new_tokens)
+    run |= {name: partial(measure_own, own, prompts, settings) for name, own in own_engines(args, target).items()}
+    rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in run}
     for number in range(args.rounds):
-        for name, arm in chosen.items():
-            rounds[name].append(measure(engines, name.replace(", its export", "_export"), arm))
+        for name, measured in run.items():
+            rounds[name].append(measured())
             print(f"round {number + 1} of {args.rounds}: {name}", flush=True)
     sizes = " | ".join(f"tokens/s, {size} at once | over plain" for size in SIZES)
     print(f"\n| arm | acceptance length | {sizes} | same answers |")
@@ -92,18 +136,19 @@ def main() -> None:
     plain = rounds["plain"][0]
     for name, measured in rounds.items():
         cells = [name, f"{measured[0][0]['length']:.2f}"]
-        for index in range(len(SIZES)):
+        for index in range(len(measured[0])):
             speeds = [found[index]["speed"] for found in measured]
             over = [found[index]["speed"] / base[index]["speed"] for found, base in zip(measured, rounds["plain"])]
             cells += [
                 f"{statistics.median(speeds):.0f}",
                 f"{statistics.median(over):.2f} ({min(over):.2f}–{max(over):.2f})",
             ]
-        same = sum(
-            got == want for found in measured for index in range(len(SIZES))
-            for got, want in zip(found[index]["answers"], plain[index]["answers"])
-        )  # fmt: skip
-        print(f"| {' | '.join(cells)} | {same}/{len(prompts) * len(SIZES) * args.rounds} |")
+        cells += ["", ""] * (len(SIZES) - len(measured[0]))
+        same = [
+            got == want for found in measured for sized, base in zip(found, plain)
+            for got, want in zip(sized["answers"], base["answers"])
+        ]  # fmt: skip
+        print(f"| {' | '.join(cells)} | {sum(same)}/{len(same)} |")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,19 @@ def test_a_bench_has_an_arm_for_each_of_two_heads_of_a_kind(monkeypatch, tmp_pat
     assert exports == [str(tmp_path / folder) for folder in folders]
 
 
+def test_a_bench_has_rows_of_our_own_engine_beside_those_of_vllm():
+    target, prompt = load_target("llama", torch.float64), list(range(3, 30))
+    text = vanilla_tokens(target, prompt, GenerationSettings(12))
+    options = SimpleNamespace(drafters=["ngram", "transformers"], max_nodes=4)
+    own = vllm.own_engines(options, target)
+    assert list(own) == ["our vanilla", "our ngram", "transformers"]
+    for name, engine in own.items():
+        (alone,) = vllm.measure_own(engine, [prompt, prompt], GenerationSettings(12))
+        assert alone["answers"] == [text, text] and alone["speed"] > 0
+        assert name == "our ngram" or alone["length"] == 1
+    assert vllm.own_engines(SimpleNamespace(drafters=[]), target) == {}
+
+
 def vllm_stand_in(plain, found):
     """Engines whose runs give these results, by name."""
 
