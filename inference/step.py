@@ -20,6 +20,14 @@ from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from draft_heads.inference.verify import Accept, accept_exact
 
 
+def select_layers(states: Tensor, layers: Sequence[int], wanted: Sequence[int]) -> Tensor | None:
+    """[…, k·H] of the k `wanted` layers, from the states of `layers` side by side; None for none."""
+    if not wanted:
+        return None
+    each = dict(zip(layers, states.chunk(len(layers), dim=-1)))
+    return torch.cat([each[layer] for layer in wanted], dim=-1)
+
+
 @dataclass(frozen=True)
 class VerifiedStep:
     """What one target step committed: the tokens that it added to the target's cache, and the token after each.

@@ -31,7 +31,7 @@ from draft_heads.inference.evaluation.evaluate import (
     findings_of,
 )
 from draft_heads.inference.generation import Generation
-from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.step import VerifiedStep, select_layers
 from draft_heads.inference.target.kv_cache import STEPS
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -174,11 +174,7 @@ class States:
 
     def of_layers(self, layers: Sequence[int]) -> Tensor | None:
         """`aux_hidden` of these layers, side by side; None for none."""
-        if not layers:
-            return None
-        assert self.aux_hidden is not None
-        each = dict(zip(self.layers, self.aux_hidden.chunk(len(self.layers), dim=-1)))
-        return torch.cat([each[layer] for layer in layers], dim=-1)
+        return None if self.aux_hidden is None else select_layers(self.aux_hidden, self.layers, layers)
 
 
 def no_states(turn: TurnRecord) -> States:

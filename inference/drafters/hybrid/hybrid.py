@@ -21,7 +21,7 @@ from draft_heads.inference.drafters.hybrid.calibration import Calibration
 from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, TreeSource, columns_of
 from draft_heads.inference.drafters.options import DrafterOptions
 from draft_heads.inference.drafters.text.base import committed_tokens
-from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.step import VerifiedStep, select_layers
 from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -57,7 +57,8 @@ class _Part:
         if self.drafter.extends_paths:
             return
         if step.aux_hidden is not None:
-            step = replace(step, aux_hidden=self._own_layers(step.aux_hidden))
+            own = select_layers(step.aux_hidden, self.all_layers, self.drafter.target_layers)
+            step = replace(step, aux_hidden=own)
         self._unread = None
         if captured and self.captures:  # without what depends on the size of the last tree
             self._unread = replace(step, choices=None, source=None, tree=None)
@@ -71,14 +72,6 @@ class _Part:
             padded = torch.tensor(even, dtype=torch.long, device=step.choices.device)
             step = replace(step, choices=padded, read_choices=own, tree=self.tree)
         self.drafter.observe(step, slot)
-
-    def _own_layers(self, aux_hidden: Tensor) -> Tensor | None:
-        """[B, A, k·H] of the part's own k layers, from those of all parts."""
-        if not self.drafter.target_layers:
-            return None
-        width = aux_hidden.shape[-1] // len(self.all_layers)
-        states = aux_hidden.split(width, dim=-1)
-        return torch.cat([states[self.all_layers.index(layer)] for layer in self.drafter.target_layers], dim=-1)
 
     def set_visible_length(self, tokens: int) -> None:
         """See `Drafter.set_visible_length`."""
