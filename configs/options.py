@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
 from numbers import Integral, Real
@@ -78,6 +78,18 @@ def check_number(name: str, value: Any) -> None:
     """ValueError unless a value is a number; nan and the infinities are."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number; got {value!r}; write for example 0.7")
+
+
+def check_read(parser: Any, given: Any, rules: Iterable[tuple[str, str, bool]]) -> None:
+    """ValueError for a flag of `parser` that nothing reads beside the others that are given.
+
+    rules: flags, another one, whether they are read with or without it
+    """
+    for names, other, read_with in rules:
+        for name in names.split():
+            value, state = getattr(given, name), "without" if read_with else "with"
+            if value != parser.get_default(name) and bool(getattr(given, other)) != read_with:
+                raise ValueError(f"--{name} has no effect {state} --{other}; got {value}; leave it out")
 
 
 def option_names(options: type) -> list[str]:

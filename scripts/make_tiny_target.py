@@ -30,7 +30,7 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from draft_heads.configs.options import add_flags, add_threads, use_threads
+from draft_heads.configs.options import add_flags, add_threads, check_read, use_threads
 from draft_heads.data.bpe import train_tokenizer
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
@@ -74,7 +74,7 @@ READ_WITH = (
     *(("vocab_size", "tokenizer", False), ("conversations", "dataset", False)),
     ("split dataset_config skip_bad_rows", "dataset", True),
 )
-"""(flags, another one, whether they are read with or without it)."""
+"""See `check_read`."""
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -98,11 +98,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("layers", "max_length", "max_minutes", "batch_tokens", "conversations", "questions"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name} must be positive; got {getattr(options, name)}")
-    for names, other, read_with in READ_WITH:
-        for name in names.split():
-            value, state = getattr(options, name), "without" if read_with else "with"
-            if value != parser.get_default(name) and bool(getattr(options, other)) != read_with:
-                parser.error(f"--{name} has no effect {state} --{other}; got {value}; leave it out")
+    check_read(parser, options, READ_WITH)
     check_new_folder(options.output)
     return options
 

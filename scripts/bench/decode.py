@@ -30,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_heads.configs.options import check_read
 from draft_heads.configs.recipes import SHAPES
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import questions
@@ -53,6 +54,8 @@ from draft_heads.scripts.decoding_options import (
 
 NODES = (8, 16, 32, 64)
 BASELINES = ("eager", "static", "compiled")
+READ_WITH = (("layers", "shape", True), ("heads", "scripted", True), ("target_adapter chat_template", "shape", False))
+"""See `check_read`."""
 
 
 def in_turn(arms: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
@@ -197,7 +200,7 @@ class ScriptedAcceptance:
 def scripted_engines(target: Target, options: argparse.Namespace) -> dict[str, DecodingEngine]:
     """An engine for every untrained head and accepted length; ValueError for a length no step can have."""
     engines = {}
-    for kind in options.heads if options.scripted else ():
+    for kind in (options.heads or HEAD_DRAFTERS) if options.scripted else ():
         head_type, config = head_classes(kind)
         head = head_type(config(**target_sizes(target.config))).to(target.device, target.dtype)
         drafter = drafter_for(head, target, options.max_nodes)
@@ -269,11 +272,12 @@ def run() -> None:
     add("--shape", choices=list(SHAPES), help="a random-weight Llama of this shape instead of --target")
     add("--layers", type=int, help="of that shape, for a rehearsal (default: all)")
     add("--scripted", type=float, nargs="*", default=[], metavar="β", help="accepted lengths of untrained heads")
-    add("--heads", nargs="+", choices=list(HEAD_DRAFTERS), default=list(HEAD_DRAFTERS), help="heads for --scripted")
+    add("--heads", nargs="+", choices=list(HEAD_DRAFTERS), help="heads for --scripted (default: all)")
     add("--repeats", type=int, default=9, help="runs of every arm (default 9)")
     options = parse_with_config(parser, None, ())
     if (options.target is None) == (options.shape is None):
         raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
+    check_read(parser, options, READ_WITH)
     check_positive(options, "max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats")
     target = load_target(options) if options.target else random_target(options)
     engines = load_engines(drafter_specs(options.drafters), target, options.max_nodes, batch_size=1)

@@ -45,6 +45,9 @@ def test_it_reports_every_ratio(monkeypatch, capsys):
         (["--target", "tests/tiny_target", "--drafters", "kept=ngram,keep=1"], "'kept' keeps what it learned"),
         (["--target", "tests/tiny_target", "--drafters", "h=ngram,keep=1+prompt_lookup"], "'h' keeps what it learned"),
         (["--target", "tests/tiny_target", "--scripted", "9", "--heads", "medusa"], "--scripted must lie between"),
+        (["--target", "tests/tiny_target", "--layers", "2"], "--layers has no effect without --shape"),
+        (["--target", "tests/tiny_target", "--heads", "ctc"], "--heads has no effect without --scripted"),
+        (["--shape", "7b", "--chat_template", "vicuna"], "--chat_template has no effect with --shape"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, flags, told):

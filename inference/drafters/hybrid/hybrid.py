@@ -57,8 +57,8 @@ class _Part:
         if self.drafter.extends_paths:
             return
         if step.aux_hidden is not None:
-            own = select_layers(step.aux_hidden, self.all_layers, self.drafter.target_layers)
-            step = replace(step, aux_hidden=own)
+            states = select_layers(step.aux_hidden, self.all_layers, self.drafter.target_layers)
+            step = replace(step, aux_hidden=states)
         self._unread = None
         if captured and self.captures:  # without what depends on the size of the last tree
             self._unread = replace(step, choices=None, source=None, tree=None)
