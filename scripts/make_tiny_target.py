@@ -154,6 +154,8 @@ def render(tokenizer: PreTrainedTokenizerFast, rows: list[Placed], options: argp
 def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> torch.nn.Module:
     """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
     heads, ends = options.hidden // 32, list(end_token_ids(tokenizer))
+    if not ends:
+        raise ValueError(f"a target needs an end token; {options.tokenizer} has none; set its eos_token")
     marks = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(
         "llama",

@@ -240,16 +240,21 @@ def _is_not_read(key: str, value: Any) -> bool:
 
 
 def _inner_text(key: str, value: Any) -> str | None:
-    """The key among metadata that a row or a turn is read for, if one is there with a text or a list.
+    """The key among metadata, at any depth, that a row or a turn is read for, if one is there with a text or a list.
 
     Metadata may be written as JSON, as in columns of texts: `{"tools": [{"name": "add"}]}` has the key `tools`.
     """
-    if key in METADATA and isinstance(value, str) and value.lstrip().startswith("{"):
-        with suppress(ValueError, RecursionError):  # a text of another kind
-            value = parse_json(value)
-    inner = value if key in METADATA and isinstance(value, Mapping) else {}
     read = {*SYSTEM, *THOUGHTS, *LISTS, TOOL_CALLS}
-    return next((one for one in inner if one in read and isinstance(inner[one], str | list) and inner[one]), None)
+    inside = [value] if key in METADATA else []
+    for value in inside:
+        if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+            with suppress(ValueError, RecursionError):  # a text of another kind
+                value = parse_json(value)
+        pairs = value.items() if isinstance(value, Mapping) else ()
+        if found := [one for one, text in pairs if one in read and text and isinstance(text, str | list)]:
+            return found[0]
+        inside.extend(value if isinstance(value, list) else (text for _, text in pairs))
+    return None
 
 
 def _named(key: str, value: Any) -> str:

@@ -42,6 +42,8 @@ def test_a_question_about_a_file_is_no_question_of_a_benchmark(tmp_path):
 def test_metadata_that_holds_what_a_row_is_read_for_is_refused(key):
     for row in (
         {"messages": CHAT, "metadata": {key: "Rhyme."}},
+        {"messages": CHAT, "metadata": {"origin": [{"settings": {key: "Rhyme."}}]}},
+        {"messages": CHAT, "metadata": {"origin": json.dumps([{key: "Rhyme."}])}},
         {"messages": [CHAT[0], CHAT[1] | {"meta": {key: ["x"]}}]},
         {"messages": [CHAT[0], CHAT[1] | {"meta": json.dumps({key: ["x"]})}]},
     ):
