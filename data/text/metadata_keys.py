@@ -33,7 +33,8 @@ _OF_THE_ROW = {
 _METADATA_FORM = re.compile(
     r"(?!.*(train|mask|loss|weight|image|audio|video))"
     r"((num|n|avg|score|is|has)_\w+|\w+_(hash|score|scores|rating|count|length|tokens|source|version|category|split)"
-    rf"|((?:{'|'.join(_OF_THE_ROW)})_)+(id|ids|url))"
+    rf"|((?:{'|'.join(_OF_THE_ROW)})_)+(id|ids|url)"
+    r"|Unnamed: 0(\.\d+)?)"  # the index of a table that pandas wrote
 )
 """Keys of a row or a turn that say nothing about its text, by name, and by form where the value is short: addresses and
 ids are those of `_OF_THE_ROW`, for others (`file_ids`, `gif_url`) may be of what the text is about."""

@@ -23,6 +23,11 @@ def test_ids_and_addresses_of_the_row_itself_say_nothing_of_its_text(keys):
         assert carries_no_meaning(key, "a1") and parse_record({"messages": CHAT, key: "a1"}).messages == CHAT
 
 
+def test_the_index_of_a_table_says_nothing_and_its_other_columns_without_a_name_may():
+    assert parse_record({"messages": CHAT, "Unnamed: 0": 7, "Unnamed: 0.1": "7"}).messages == CHAT
+    assert not carries_no_meaning("Unnamed: 0", "A rhyme, please.") and not carries_no_meaning("Unnamed: 2", 7)
+
+
 def test_ids_and_addresses_of_what_the_text_may_be_about_are_unknown():
     names = "img gif media file pdf document context user_img attachment"
     for key in [f"{name}_{end}" for name in names.split() for end in ("id", "ids", "url")]:
