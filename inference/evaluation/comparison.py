@@ -18,8 +18,10 @@ Reports = Mapping[str, Report]
 
 NEEDED = ("benchmark", "category", "drafter", "questions", "beta", "gamma", "gamma_ci95", "lossless")
 FIGURES = (
-    *("questions", "turns", "new_tokens", "target_steps", "beta", "beta_low", "beta_high"),
-    *("gamma", "gamma_low", "gamma_high", "tokens_per_second"),
+    *("questions", "skipped", "turns", "new_tokens", "target_steps", "beta", "beta_low", "beta_high"),
+    *("gamma", "gamma_low", "gamma_high", "over_transformers", "tokens_per_second", "wall_seconds"),
+    *("draft", "verify", "accept", "other"),  # shares of the time
+    *("peak_memory_bytes", "joules_per_token"),
     *("identical_turns", "near_ties", "unexplained", "accuracy", "rouge2", "pass_at_1", "cut"),
 )
 CHECKSUMS = "question_checksums"
@@ -201,7 +203,7 @@ def csv_text(reports: Reports) -> str:
     writer.writerow(["report", "benchmark", "category", "drafter", *FIGURES])
     for name, report in reports.items():
         for row in report["results"]:
-            known = dict(row) | (row["lossless"] or {}) | (row.get("score") or {})
+            known = dict(row) | (row["lossless"] or {}) | (row.get("score") or {}) | (row.get("time_share") or {})
             for figure in ("beta", "gamma"):
                 known[f"{figure}_low"], known[f"{figure}_high"] = row.get(f"{figure}_ci95") or (None, None)
             words = [re.sub(r"\s+", " ", str(word or "")) for word in (name, row["benchmark"], row["category"])]

@@ -182,6 +182,10 @@ def test_csv_has_every_figure_of_every_category(folders, capsys, tmp_path):
     assert (float(row["beta"]), float(row["gamma"])) == (1.5, 2.5)
     assert (row["questions"], row["identical_turns"], row["unexplained"]) == ("2", "2", "0")
     assert float(row["accuracy"]) == 0.5 and float(row["gamma_low"]) == pytest.approx(2.5)
+    results = json.loads((tmp_path / "b" / "report" / "report.json").read_text())["results"]
+    known = next(one for one in results if (one["category"], one["drafter"]) == ("math", "fast"))
+    assert float(row["wall_seconds"]) == known["wall_seconds"] and int(row["skipped"]) == known["skipped"]
+    assert [float(row[part]) for part in ("draft", "verify")] == [known["time_share"][p] for p in ("draft", "verify")]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {f"comparison.{end}" for end in ("md", "tex", "csv")}
     assert (tmp_path / "out" / "comparison.csv").read_text() == printed.out
 
