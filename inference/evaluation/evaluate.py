@@ -179,8 +179,9 @@ def judge_decoded(
     first = {name: alike[0] for name, alike in drafters.items()}
     typical = oracle.settings.typical is not None
     lossy = frozenset(name for name, drafter in first.items() if typical and drafter.max_nodes)
-    facts: dict[str, Any] = {"findings": total_findings(found), "carried_over": carried, "lossy": lossy}
-    return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **(described(first) | facts))
+    facts: dict[str, Any] = described(first) | {"findings": total_findings(found), "carried_over": carried}
+    facts["kinds"] |= {name: TRANSFORMERS for name, engine in engines.items() if isinstance(engine, HFGenerate)}
+    return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, lossy=lossy, **facts)
 
 
 def scores_of(record: TurnRecord, benchmark: Benchmark) -> dict[str, float]:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.metrics import shown_name
 from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts import evaluate, lossless
 from draft_heads.scripts.decoding_options import drafter_specs
@@ -104,6 +105,7 @@ def test_transformers_is_a_baseline_with_a_row_of_its_own(drawn, command, tmp_pa
     rows = {row["drafter"]: row for row in report["results"] if row["benchmark"] == "mt_bench" and not row["category"]}
     assert list(rows) == ["vanilla", "transformers", "hf_lookup", "plain"]
     row, lookup = rows["transformers"], rows["hf_lookup"]
+    assert shown_name(row) == "transformers" and shown_name(lookup) == "hf_lookup (transformers)"
     assert (lookup["lossless"], report["options"]["hf_lookup"]) == (row["lossless"], {"prompt_lookup": "3"})
     shown = [(one["benchmark"], one["drafter"], one["trees"]) for one in report["samples"]]
     assert set(shown) <= {(name, "hf_lookup", None) for name in ("mt_bench", "sums")}  # if it drafted anything
