@@ -231,10 +231,14 @@ def parse_benchmarks(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def answered_questions(given: str, answers: Iterable[QuestionKey]) -> tuple[str, list[Question]]:
-    """(benchmark, its questions) of the --questions of recorded answers: a known benchmark's name, or a file.
+    """(benchmark, its questions) of the --questions of recorded answers: a known benchmark's name, or [NAME=]FILE.
 
-    A file is read as one of the benchmark that the answers name, for its categories; other projects' name none.
+    A file without a name is read as one of the benchmark that the answers name, for its categories and scores; those of
+    other projects name none.
     """
+    named, equals, file = given.partition("=")
+    if equals and named and not Path(given).exists():
+        return named, load_benchmark(named, file)
     benchmark = next((name for name, _ in answers), None) or "questions"
     name, source = named_benchmark(given) or (benchmark, given)
     return name, load_benchmark(name, source)

@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
     add("--tokenizer", metavar="DIR|ID", help="the tokenizer of the model that wrote them, where only text is read")
-    add("--questions", metavar="FILE.jsonl|NAME", help="the questions that were answered")
+    add("--questions", metavar="[NAME=]FILE.jsonl|NAME", help="the questions that were answered")
     add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")

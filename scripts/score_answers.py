@@ -185,7 +185,7 @@ def run(arguments: list[str] | None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--answers", type=Path, help="the drafter's answers, FastChat JSONL")
     parser.add_argument("--baseline", type=Path, help="the target's own answers to the same questions")
-    parser.add_argument("--questions", help="what was answered, a known benchmark or a file: categories and scores")
+    parser.add_argument("--questions", help="what was answered: a known benchmark or [NAME=]FILE")
     parser.add_argument(
         "--run_code", action="store_true", help="run the code of answers here, under limits, to score it"
     )

@@ -96,6 +96,12 @@ def test_questions_are_those_of_the_benchmark_that_our_own_files_name(tmp_path, 
     given = ["--answers", answers, "--baseline", answers, "--questions"]
     assert score_answers.main([*given, write(tmp_path / "q.jsonl", tasks)]) == 0
     assert list(table(capsys)) == ["multi-turn", "RAG", "all"]
+    without_name = [{key: value for key, value in one.items() if key != "benchmark"} for one in ours]
+    others = write(tmp_path / "others.jsonl", without_name)
+    theirs = ["--answers", others, "--baseline", others, "--questions"]
+    for name, columns in (("", ["stem", "rag", "all"]), ("spec_bench=", ["multi-turn", "RAG", "all"])):
+        assert score_answers.main([*theirs, f"{name}{tmp_path / 'q.jsonl'}"]) == 0
+        assert list(table(capsys)) == columns
     (tmp_path / "sums.yaml").write_text("source: p.jsonl\nkeys: [q, a]\nprompt: '{q}'\nreference: a\nscore: accuracy\n")
     write(tmp_path / "p.jsonl", [{"q": "2 + 2?", "a": "4"}, {"q": "2 + 3?", "a": "5"}])
     ours[1]["choices"][0]["turns"] = ["It is 5."]
@@ -239,7 +245,7 @@ def test_every_figure_that_answer_files_hold_is_recomputed_as_the_report_has_it(
         assert len(same) == 3
         recomputed(found, same, ELSEWHERE)
     shown = read_report(found)
-    assert csv_text({"report": shown}).splitlines()[1].startswith("report,q,,both,6,9,")
+    assert csv_text({"report": shown}).splitlines()[1].startswith("report,q,,both,6,,9,")  # skipped: unknown
     for row in shown["results"]:  # answers of a batch share their seconds
         assert (row["gamma_ci95"] is None) == (batch > 1)
         for key in ("gamma", "wall_seconds", "tokens_per_second"):
