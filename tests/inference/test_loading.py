@@ -1,0 +1,81 @@
+"""What a checkpoint and an adapter must have: all weights."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from draft_heads.inference.target.target import Target
+from tests.internals import changed
+
+
+def save_base(folder, tied):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=1024,
+        num_hidden_layers=3,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        eos_token_id=None,
+        **sizes,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained("tests/tiny_target").save_pretrained(folder)
+    return str(folder)
+
+
+def save_adapter(folder, base, **settings):
+    """A LoRA adapter of random weights, all of which matter."""
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, **settings))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    adapted.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kept", [lambda name: "layers.1." in name, lambda name: False])
+def test_an_adapter_of_another_model_is_refused(tmp_path, kept):
+    """Layers under other names: PEFT warns and leaves them as they were, so that the adapter has no effect there."""
+    base = save_base(tmp_path / "base", tied=False)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name if kept(name) else name.replace("layers", "blocks"): one for name, one in tensors.items()}, path)
+    first = (
+        r"has no base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_A\.default\.weight, .* and \d more; give"
+    )
+    told = changed("inference/target/loading.py: _merge_adapter", "PeftModel.from_pretrained", "words its warning anew")
+    with pytest.raises(ValueError, match=rf"weights for every layer .*; --target_adapter \S+ {first}"):
+        pytest.fail(told) if Target.from_pretrained(base, device="cpu", adapter=adapter) else None
+
+
+BROKEN = {
+    "no LM head": (lambda tensors: tensors.pop("lm_head.weight"), {}, r"has no lm_head\.weight; copy it again, or"),
+    "a layer too few": (None, {"num_hidden_layers": 4}, r"has no model\.layers\.3\.\S+, .*, and 6 more; copy it again"),
+    "another shape": (
+        None,
+        {"intermediate_size": 60},
+        r"has model\.layers\.0\.mlp\.down_proj\.weight of shape \[32, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, case):
+    """transformers makes random ones in their place: a reward model would be a target with an LM head of noise."""
+    change, settings, told = BROKEN[case]
+    base = save_base(tmp_path, tied=False)
+    if change is not None:
+        tensors = load_file(tmp_path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    for lend_to in (None, torch.device("cpu")):
+        with pytest.raises(ValueError, match=rf"has all weights that its config\.json asks for; {base} {told}"):
+            Target.from_pretrained(base, device="cpu", lend_to=lend_to)
