@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -122,6 +125,20 @@ def _adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str) -> Pre
     return chosen
 
 
+def _unshare(adapted: nn.Module) -> None:
+    """Give every layer that an adapter changes weights of its own: merged into those of tied embeddings or of repeated
+    layers, its change would be made to all that share them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owners = Counter(id(weight) for module in adapted.modules() for weight in module._parameters.values())
+    for module in adapted.modules():
+        if isinstance(module, BaseTunerLayer):
+            base = module.get_base_layer()
+            for name, weight in list(base.named_parameters(recurse=False)):
+                if owners[id(weight)] > 1:
+                    setattr(base, name, deepcopy(weight))
+
+
 def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
     """The model with a PEFT adapter merged into it, and the hashes of both before that."""
     from peft import PeftModel
@@ -132,6 +149,7 @@ def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
             warnings.filterwarnings("error", "Found missing adapter keys")  # which then have no effect
             adapted = PeftModel.from_pretrained(model, adapter)
         hashes = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
+        _unshare(adapted)
         return adapted.merge_and_unload(), hashes
     except UserWarning as warning:
         missing = re.findall(r"'([^']+)'", str(warning))

@@ -1,15 +1,17 @@
-"""What a checkpoint and an adapter must have: all weights."""
+"""What a checkpoint and an adapter must have: weights that are missing, and weights that several layers share."""
 
 import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.target.target import Target
 from tests.internals import changed
+
+IDS = torch.arange(1, 25)[None]
 
 
 def save_base(folder, tied):
@@ -36,6 +38,31 @@ def save_adapter(folder, base, **settings):
             parameter.data += 0.3 * torch.randn_like(parameter)
     adapted.save_pretrained(folder)
     return str(folder)
+
+
+SHARED = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "LM head": {"target_modules": ["q_proj", "lm_head"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "both, tied themselves": {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True},
+    "repeated layers": {"target_modules": ["q_proj", "up_proj"], "layer_replication": [[0, 2], [1, 3]]},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", SHARED)
+@torch.no_grad()
+def test_an_adapter_changes_its_own_layers_alone_where_others_share_their_weights(tmp_path, case):
+    """As PEFT has it unmerged: the LM head of tied embeddings keeps its weights, and so does a layer's copy."""
+    base = save_base(tmp_path / "base", tied=True)
+    adapter = save_adapter(tmp_path / "adapter", base, **SHARED[case])
+    own = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()(input_ids=IDS).logits[0]
+    plain = AutoModelForCausalLM.from_pretrained(base)(input_ids=IDS).logits[0]
+    assert float((own - plain).std() / plain.std()) > 0.1
+    target = Target.from_pretrained(base, torch.float32, "cpu", adapter=adapter)
+    found = target.prefill(IDS[0], target.new_cache(IDS.shape[1]))
+    torch.testing.assert_close(target.logits(found.hidden), own, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(target.model(input_ids=IDS).logits[0], own, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kept", [lambda name: "layers.1." in name, lambda name: False])
