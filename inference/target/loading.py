@@ -54,7 +54,7 @@ def load_model(
         sharded.check_run(config, adapter)
         if chosen == "auto":  # DeepSpeed must know it before the weights are read
             chosen = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
-    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_whole` judges
+    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_complete` judges
     load = partial(model_class(config).from_pretrained, path, dtype=chosen, **told, **placed)
     try:
         with sharded.loading(chosen if split else None):
@@ -71,7 +71,7 @@ def load_model(
         ) from None
     except ValueError as error:
         raise ValueError(f"the target {path} ({config.model_type}) is no causal LM: {error}") from None
-    _check_whole(path, info)
+    check_complete(path, info)
     hashes = None
     if adapter:
         model, hashes = _merge_adapter(model, adapter)
@@ -80,13 +80,13 @@ def load_model(
     return model, hashes
 
 
-def _check_whole(path: str, info: dict[str, Any]) -> None:
+def check_complete(path: str, info: dict[str, Any]) -> None:
     """ValueError for a checkpoint that lacks weights, or has them in another shape: transformers makes random ones."""
     lacking = [f"no {name}" for name in sorted(info["missing_keys"])]
     lacking += [f"{name} of shape {list(shape)}" for name, shape, _ in sorted(info["mismatched_keys"])]
     if lacking:
         raise ValueError(
-            f"a target has all weights that its config.json asks for; {path} has {_some(lacking)}; copy it again, or "
+            f"a model has all weights that its config.json asks for; {path} has {_some(lacking)}; copy it again, or "
             "give the checkpoint of a causal LM"
         )
 

@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from draft_heads.inference.evaluation.hf_assisted import hf_engine
 from draft_heads.inference.target.target import Target
 from tests.internals import changed
 
@@ -104,5 +105,14 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, case):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | settings))
     for lend_to in (None, torch.device("cpu")):
-        with pytest.raises(ValueError, match=rf"has all weights that its config\.json asks for; {base} {told}"):
+        with pytest.raises(ValueError, match=rf"a model has all weights that its config\.json asks for; {base} {told}"):
             Target.from_pretrained(base, device="cpu", lend_to=lend_to)
+
+
+def test_an_assistant_of_transformers_own_that_lacks_weights_is_refused(tmp_path):
+    """Its drafts would be noise, and the baseline's speed another model's."""
+    target = Target.from_pretrained(save_base(tmp_path / "base", tied=False), device="cpu")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(ValueError, match=r"asks for; \S+/base has no model\.layers\.3\.\S+, .*, and 6 more"):
+        hf_engine(target, {"assistant": str(tmp_path / "base")})
