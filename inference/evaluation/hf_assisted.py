@@ -17,6 +17,7 @@ from draft_heads.inference.drafters.words import split_pairs
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, hf_generate
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
+from draft_heads.inference.target.loading import check_complete
 from draft_heads.inference.target.target import Target
 
 
@@ -48,8 +49,9 @@ def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
     if tokens := options.get("prompt_lookup"):
         return HFAssisted(target, {"prompt_lookup_num_tokens": int(tokens)})
     if path := options.get("assistant"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
-        assistant = loaded.to(target.device).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, output_loading_info=True)
+        check_complete(path, loaded[1])
+        assistant = loaded[0].to(target.device).eval()
         if (own := assistant.config.get_text_config().vocab_size) != target.vocab_size:
             raise ValueError(
                 f"an assistant has its target's vocabulary, of {target.vocab_size:,} tokens; {path} has {own:,}; pass "

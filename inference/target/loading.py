@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -48,28 +54,46 @@ def load_model(
         sharded.check_run(config, adapter)
         if chosen == "auto":  # DeepSpeed must know it before the weights are read
             chosen = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
-    load = partial(model_class(config).from_pretrained, path, dtype=chosen, **placed)
+    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_complete` judges
+    load = partial(model_class(config).from_pretrained, path, dtype=chosen, **told, **placed)
     try:
         with sharded.loading(chosen if split else None):
             try:
-                model = load(attn_implementation="sdpa")
+                model, info = load(attn_implementation="sdpa")
             except ValueError as error:
                 if "attention" not in str(error):
                     raise
                 logger.info(f"{path} has no scaled-dot-product attention; it runs with eager attention")
-                model = load(attn_implementation="eager")
+                model, info = load(attn_implementation="eager")
     except SafetensorError as error:
         raise ValueError(
             f"the target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
         ) from None
     except ValueError as error:
         raise ValueError(f"the target {path} ({config.model_type}) is no causal LM: {error}") from None
+    check_complete(path, info)
     hashes = None
     if adapter:
         model, hashes = _merge_adapter(model, adapter)
     if not placed and not split and not mapped:
         model.to(device)
     return model, hashes
+
+
+def check_complete(path: str, info: dict[str, Any]) -> None:
+    """ValueError for a checkpoint that lacks weights, or has them in another shape: transformers makes random ones."""
+    lacking = [f"no {name}" for name in sorted(info["missing_keys"])]
+    lacking += [f"{name} of shape {list(shape)}" for name, shape, _ in sorted(info["mismatched_keys"])]
+    if lacking:
+        raise ValueError(
+            f"a model has all weights that its config.json asks for; {path} has {_some(lacking)}; copy it again, or "
+            "give the checkpoint of a causal LM"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
 
 
 def target_tokenizer(path: str, chat_template: str | None, adapter: str | None) -> PreTrainedTokenizerBase:
@@ -101,15 +125,38 @@ def _adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str) -> Pre
     return chosen
 
 
+def _unshare(adapted: nn.Module) -> None:
+    """Give every layer that an adapter changes weights of its own: merged into those of tied embeddings or of repeated
+    layers, its change would be made to all that share them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owners = Counter(id(weight) for module in adapted.modules() for weight in module._parameters.values())
+    for module in adapted.modules():
+        if isinstance(module, BaseTunerLayer):
+            base = module.get_base_layer()
+            for name, weight in list(base.named_parameters(recurse=False)):
+                if owners[id(weight)] > 1:
+                    setattr(base, name, deepcopy(weight))
+
+
 def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
     """The model with a PEFT adapter merged into it, and the hashes of both before that."""
     from peft import PeftModel
 
     check_folder_or_hub_id("--target_adapter", adapter)
     try:
-        adapted = PeftModel.from_pretrained(model, adapter)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")  # which then have no effect
+            adapted = PeftModel.from_pretrained(model, adapter)
         hashes = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
+        _unshare(adapted)
         return adapted.merge_and_unload(), hashes
+    except UserWarning as warning:
+        missing = re.findall(r"'([^']+)'", str(warning))
+        raise ValueError(
+            f"a PEFT adapter has weights for every layer of the target that it changes; --target_adapter {adapter} has "
+            f"no {_some(missing)}; give the target that it was trained on"
+        ) from None
     except (AttributeError, ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise ValueError(
             f"--target_adapter {adapter} cannot be loaded and merged ({error}); give a PEFT adapter's folder or hub "

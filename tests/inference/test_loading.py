@@ -1,0 +1,118 @@
+"""What a checkpoint and an adapter must have: weights that are missing, and weights that several layers share."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from draft_heads.inference.evaluation.hf_assisted import hf_engine
+from draft_heads.inference.target.target import Target
+from tests.internals import changed
+
+IDS = torch.arange(1, 25)[None]
+
+
+def save_base(folder, tied):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=1024,
+        num_hidden_layers=3,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        eos_token_id=None,
+        **sizes,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained("tests/tiny_target").save_pretrained(folder)
+    return str(folder)
+
+
+def save_adapter(folder, base, **settings):
+    """A LoRA adapter of random weights, all of which matter."""
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, **settings))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    adapted.save_pretrained(folder)
+    return str(folder)
+
+
+SHARED = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "LM head": {"target_modules": ["q_proj", "lm_head"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "both, tied themselves": {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True},
+    "repeated layers": {"target_modules": ["q_proj", "up_proj"], "layer_replication": [[0, 2], [1, 3]]},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", SHARED)
+@torch.no_grad()
+def test_an_adapter_changes_its_own_layers_alone_where_others_share_their_weights(tmp_path, case):
+    """As PEFT has it unmerged: the LM head of tied embeddings keeps its weights, and so does a layer's copy."""
+    base = save_base(tmp_path / "base", tied=True)
+    adapter = save_adapter(tmp_path / "adapter", base, **SHARED[case])
+    own = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()(input_ids=IDS).logits[0]
+    plain = AutoModelForCausalLM.from_pretrained(base)(input_ids=IDS).logits[0]
+    assert float((own - plain).std() / plain.std()) > 0.1
+    target = Target.from_pretrained(base, torch.float32, "cpu", adapter=adapter)
+    found = target.prefill(IDS[0], target.new_cache(IDS.shape[1]))
+    torch.testing.assert_close(target.logits(found.hidden), own, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(target.model(input_ids=IDS).logits[0], own, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kept", [lambda name: "layers.1." in name, lambda name: False])
+def test_an_adapter_of_another_model_is_refused(tmp_path, kept):
+    """Layers under other names: PEFT warns and leaves them as they were, so that the adapter has no effect there."""
+    base = save_base(tmp_path / "base", tied=False)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name if kept(name) else name.replace("layers", "blocks"): one for name, one in tensors.items()}, path)
+    first = (
+        r"has no base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_A\.default\.weight, .* and \d more; give"
+    )
+    told = changed("inference/target/loading.py: _merge_adapter", "PeftModel.from_pretrained", "words its warning anew")
+    with pytest.raises(ValueError, match=rf"weights for every layer .*; --target_adapter \S+ {first}"):
+        pytest.fail(told) if Target.from_pretrained(base, device="cpu", adapter=adapter) else None
+
+
+BROKEN = {
+    "no LM head": (lambda tensors: tensors.pop("lm_head.weight"), {}, r"has no lm_head\.weight; copy it again, or"),
+    "a layer too few": (None, {"num_hidden_layers": 4}, r"has no model\.layers\.3\.\S+, .*, and 6 more; copy it again"),
+    "another shape": (
+        None,
+        {"intermediate_size": 60},
+        r"has model\.layers\.0\.mlp\.down_proj\.weight of shape \[32, 64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, case):
+    """transformers makes random ones in their place: a reward model would be a target with an LM head of noise."""
+    change, settings, told = BROKEN[case]
+    base = save_base(tmp_path, tied=False)
+    if change is not None:
+        tensors = load_file(tmp_path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    for lend_to in (None, torch.device("cpu")):
+        with pytest.raises(ValueError, match=rf"a model has all weights that its config\.json asks for; {base} {told}"):
+            Target.from_pretrained(base, device="cpu", lend_to=lend_to)
+
+
+def test_an_assistant_of_transformers_own_that_lacks_weights_is_refused(tmp_path):
+    """Its drafts would be noise, and the baseline's speed another model's."""
+    target = Target.from_pretrained(save_base(tmp_path / "base", tied=False), device="cpu")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(ValueError, match=r"asks for; \S+/base has no model\.layers\.3\.\S+, .*, and 6 more"):
+        hf_engine(target, {"assistant": str(tmp_path / "base")})
