@@ -1,6 +1,6 @@
 """How fast is a real vLLM with each head? Acceptance length and tokens per second, alone and eight requests at once.
 
-    python scripts/bench/vllm.py --python VENV/bin/python --target DIR --heads RUN/head … --output DIR [--prompts FILE]
+    python scripts/bench/vllm.py --python VENV/bin/python --target DIR --output DIR [--prompts FILE] [--heads RUN/head …]
         [--drafters transformers ctc=RUN/head …]
 
 Arms: vLLM without drafts, its own n-grams, its own EAGLE-3 from our export, and every head inside it
@@ -100,7 +100,7 @@ def measure_own(engine: OwnEngine, prompts: list[list[int]], settings: Generatio
 
 
 def main() -> None:
-    parser = engines_parser(__doc__, 96)
+    parser = engines_parser(__doc__, 96, needs_heads=False)
     add = parser.add_argument
     add("--prompts", help="a benchmark, of which the first turns are asked (default: questions of the project's own)")
     add("--tokens", type=int, default=4, help="drafted tokens a step (default 4)")

@@ -233,13 +233,13 @@ def check_exports(engines: Engines, head: DraftHead, chain: tuple[int, int], pla
             engines.tell(not good, f"{line}; such a mistake must be caught")
 
 
-def engines_parser(description: str | None, max_new_tokens: int) -> argparse.ArgumentParser:
-    """The flags of what runs heads in a real vLLM."""
+def engines_parser(description: str | None, max_new_tokens: int, needs_heads: bool = True) -> argparse.ArgumentParser:
+    """The flags of what runs a real vLLM, with heads in it."""
     parser = script_parser(description, config=False)
     add = parser.add_argument
     add("--python", required=True, help="python of an environment with vLLM and this package")
     add("--target", required=True)
-    add("--heads", nargs="+", required=True, help="RUN/head of heads of any kinds")
+    add("--heads", nargs="+", required=needs_heads, default=[], help="RUN/head of heads of any kinds")
     add("--output", type=Path, required=True)
     add("--questions", type=int, default=24, help="prompts, at least 8 (default 24)")
     add("--max_new_tokens", type=int, default=max_new_tokens, help=f"default {max_new_tokens}")
