@@ -1,7 +1,7 @@
 """How fast is a real vLLM with each head? Acceptance length and tokens per second, alone and eight requests at once.
 
-    python scripts/bench/vllm.py --python VENV/bin/python --target DIR --output DIR [--prompts FILE] [--heads RUN/head …]
-        [--drafters transformers ctc=RUN/head …]
+    python scripts/bench/vllm.py --python VENV/bin/python --target DIR --output DIR [--prompts FILE]
+        [--heads RUN/head …] [--drafters transformers ctc=RUN/head …]
 
 Arms: vLLM without drafts, its own n-grams, its own EAGLE-3 from our export, and every head inside it
 (`inference/serving/vllm.py`). Each of these is an engine of its own. `--drafters`, written as for
