@@ -123,6 +123,7 @@ class Bench:
         head_type, config_type = head_classes(kind)
         layers = config_type.usual_layers(self.target.config.num_hidden_layers)
         rows, _, _, self.collate = load_data(run, self.target, layers)
+        self.collate.hidden_dtype = None  # both arms compute the target's states, where a dataset has them too
         self.rows = rows.select(range(min(args.rows, len(rows))))
         lengths = [min(length, self.collate.max_length) for length in row_lengths(self.rows)]
         self.tokens = sum(lengths)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from draft_heads.heads import cross_entropy, ctc_loss
 from draft_heads.scripts.bench import train_step
+from tests.data.labels.distilling.distilled import run_distill
+from tests.tiny_chat import save_target, write_sharegpt
 
 
 def test_the_plain_ctc_loss_is_the_fused_one_bias_included():
@@ -37,3 +39,18 @@ def test_what_is_replaced_comes_back():
     with train_step.plain_functions():
         assert all(getattr(module, name) is train_step.PLAIN[name] for module, name in replaced)
     assert [getattr(module, name) for module, name in replaced] == before
+
+
+def test_both_ways_run_the_target_also_over_a_dataset_with_its_states(tmp_path):
+    target, source = save_target(tmp_path / "target"), write_sharegpt(tmp_path / "chat.json")
+    run_distill(target, source, str(tmp_path / "out"), hidden_states="float32")
+    sizes = {"rows": 2, "tokens_per_batch": 4096, "rows_per_batch": 1}
+    given = {"target": str(target), "dataset": str(tmp_path / "out"), "dtype": "float32", "device": "cpu"}
+    bench = train_step.Bench(SimpleNamespace(**given, **sizes), "medusa")
+    forwards = []
+    bench.target.decoder.register_forward_hook(lambda *given: forwards.append(given))
+    for arm in train_step.ARMS:
+        forwards.clear()
+        bench.pass_over(arm)
+        assert len(forwards) == len(bench.batches[arm])
+    assert bench.spent["target"] > 0
