@@ -278,7 +278,7 @@ def loaded_by(drafter: str) -> dict[str, Any]:
     paths = [row[1].get("assistant", "")] if row else [part.path for part in parts]  # or hub ids
     words = [word for part in parts for word in part.options.values()]
     paths += [path for word in words for path in (word, word.partition(":")[2]) if is_loadable(path)]  # via=KIND:PATH
-    return {path: content_of(path) for path in paths if path}
+    return {path: content_of(path, whole=True) for path in paths if path}
 
 
 def loaded_checksums(loaded: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

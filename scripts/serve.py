@@ -22,7 +22,7 @@ from pathlib import Path
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from draft_heads.configs.options import use_threads
-from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.base import forget_all
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings, TextPieces
@@ -77,10 +77,9 @@ def run() -> bool:
     spec = DrafterSpec.parse(options.drafter)
     target = load_target(options)
     TextPieces(target.tokenizer)  # a target without a fast tokenizer is refused now
-    builder = DrafterBuilder(target, options.max_nodes)
-    drafter = builder.build(spec)
+    drafter = DrafterBuilder(target, options.max_nodes).build(spec)
     engine = DecodingEngine(target, drafter)
-    warm_up(engine, builder.build(spec) if drafter.carries_over else drafter)
+    warm_up(engine)
     if not target.tokenizer.chat_template:
         print(
             "the target's tokenizer has no chat template: /v1/chat/completions refuses every request, /v1/completions "
@@ -102,15 +101,10 @@ def run() -> bool:
     return server.started
 
 
-def warm_up(engine: DecodingEngine, drafter: Drafter) -> None:
-    """Decode a dummy text, so that the first request does not wait for what is made once: compiled code, graphs.
-
-    drafter: the engine's, or one like it, where the engine's would learn from the text
-    """
-    own = engine.drafter
-    engine.drafter = engine.steps.drafter = drafter
+def warm_up(engine: DecodingEngine) -> None:
+    """Decode a dummy text, so that the first request does not wait for what is made once: compiled code, graphs."""
     engine.generate([engine.target.end_token_ids[0] if engine.target.end_token_ids else 0], GenerationSettings(8))
-    engine.drafter = engine.steps.drafter = own
+    forget_all(engine.drafter)
 
 
 def api_key(options: argparse.Namespace) -> str | None:

@@ -130,6 +130,10 @@ class Drafter(ABC):
         """Room for texts of `capacity` tokens: after it `begin` moves no `memory()` for them. Nothing by default."""
         return
 
+    def forget(self) -> None:
+        """Forget what earlier texts taught it itself (`carries_over`), not those inside it. Nothing by default."""
+        return
+
     def set_visible_length(self, tokens: int) -> None:
         """Until the next call, texts and rows after them stay within `tokens`, one of few values; may be ignored."""
         return
@@ -154,6 +158,12 @@ class Drafter(ABC):
     def findings(self) -> dict[str, Any]:
         """The drafter's own statistics so far, for reports; nothing by default."""
         return {}
+
+
+def forget_all(drafter: Drafter) -> None:
+    """A drafter and those inside it begin with nothing again: a warm-up's text changes no later draft."""
+    for member in drafter.members():
+        member.forget()
 
 
 class VanillaDrafter(Drafter):

@@ -20,7 +20,7 @@ from draft_heads.data.common.processes import ALONE, Processes
 from draft_heads.data.text.benchmarks import Question
 from draft_heads.data.text.rendering import Extra, Messages
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.base import Drafter, forget_all
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.carried_over import carried_over
 from draft_heads.inference.evaluation.decoded import (
@@ -296,6 +296,7 @@ def time_engines(
         if turn == 0:
             for engine in engines.values():
                 engine.generate(prompt[::-1], endless(settings))
+                forget_all(engine.drafter)
         for key in drafter_order(list(engines), turn):
             answer, (tokens, steps, seconds) = engines[key].generate(prompt, settings), totals[key]
             seconds += answer.seconds["total"]
@@ -317,7 +318,7 @@ def warm_up(
 ) -> None:
     """Discard a short answer to the first question that fits, so that allocation and compilation are not timed.
 
-    The question's words are reversed: a drafter that keeps earlier texts must not see a measured prompt beforehand.
+    Drafters that keep something of earlier texts forget this one, whose words are those of a measured prompt, reversed.
     A GPU may still capture graphs for longer texts while it is timed.
     """
     short = endless(settings)
@@ -329,3 +330,5 @@ def warm_up(
             found, _ = meter.measure(name, partial(_generate_or_none, engine, [prompt], short))
             if found != [None]:
                 break
+        if hasattr(engine, "drafter"):
+            forget_all(engine.drafter)

@@ -14,17 +14,17 @@ _OF_MODELS = (".json", ".safetensors", ".bin", ".npy", ".jinja", ".model", ".txt
 _LARGE = 2**30  # bytes
 
 
-def content_of(source: str | Path) -> Any:
-    """Checksum of a file (of one of 1 GiB or more its size and time of change), or name → checksum of the files of a
-    model, head or datastore in a folder. What is neither, say a hub id, is named as it is.
+def content_of(source: str | Path, whole: bool = False) -> Any:
+    """Checksum of a file (unless `whole` is set, of one of 1 GiB or more its size and time of change), or name →
+    checksum of the files of a model, head or datastore in a folder. What is neither, say a hub id, is named as it is.
     """
     path = Path(source)
     if path.is_dir():
-        return {file.name: content_of(file) for file in sorted(path.iterdir()) if file.suffix in _OF_MODELS}
+        return {file.name: content_of(file, whole) for file in sorted(path.iterdir()) if file.suffix in _OF_MODELS}
     if not path.is_file():
         return str(source)
     about = path.stat()
-    return checksum(path) if about.st_size < _LARGE else [about.st_size, about.st_mtime_ns]
+    return checksum(path) if whole or about.st_size < _LARGE else [about.st_size, about.st_mtime_ns]
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:

@@ -47,8 +47,8 @@ def sample_answers(
                     next token's bytes too
     sources         of each token, an index into `source_names`; -1: the base token, the target's own
     accept_lengths  tokens of each step, as in `Generation`
-    measured_steps  steps that the measured run took for these tokens; more than `accept_lengths` has where the drafter
-                    had learnt the text by the second decoding
+    measured_steps  steps that the measured run took for these tokens; more or fewer than `accept_lengths` has where the
+                    drafter had learnt from the texts by the second decoding
     trees           for each step None, or the `texts`, `parents` (-1: the base token before the step) and `sources` of
                     the drafted nodes and the nodes `accepted`; None for an engine whose trees cannot be recorded and
                     where the second decoding gave other tokens

@@ -7,8 +7,11 @@ from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.answer_files import Answer, AnsweredTurn
 from draft_heads.inference.evaluation.decoded import TurnRecord
+from draft_heads.inference.evaluation.evaluate import time_engines, warm_up
+from draft_heads.inference.evaluation.meter import Meter
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.replay import (
     AnswerStates,
@@ -22,9 +25,10 @@ from draft_heads.inference.evaluation.replay import (
     replayed_drafters,
     text_drafters,
 )
-from draft_heads.inference.generation import Generation
+from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.tree import DraftTree
 from tests.inference.models import RANDOM_TARGETS, load_target
+from tests.inference.stub_engine import benchmark, question, render
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,23 @@ def test_steps_of_a_small_answer():
     assert done.sources == [-1, 0, 0, 0, -1]
     assert replay(NgramDrafter(n=3, k=6), [1, 2, 3], [1, 2, 3, 1]).accept_lengths == [1, 3]
     assert replay(NgramDrafter(), [1, 2, 3], []).target_steps == 0
+
+
+def test_what_warms_an_evaluation_up_teaches_no_drafter(target):
+    """A replay, which has no warm-up, takes the same steps; the warm-up's answer is that of a palindrome, the same."""
+    settings, words = GenerationSettings(40, ()), "ab cd ab"
+    prompt = render([{"content": words}])
+    kept = NgramDrafter(keep=1)
+    engine = DecodingEngine(target, kept)
+    warm_up({"kept": engine}, settings, [benchmark([question(1, None, words)])], render, Meter(target.device))
+    answer = engine.generate(prompt, settings)
+    alone = replay(NgramDrafter(keep=1), prompt, answer.tokens)
+    assert answer.accept_lengths == alone.accept_lengths
+    mirrored = [*prompt, *prompt[::-1]]
+    kept.forget()
+    totals = time_engines({0: engine}, [mirrored], settings)
+    answer = DecodingEngine(target, VanillaDrafter()).generate(mirrored, settings)
+    assert totals[0][:2] == (40, replay(NgramDrafter(keep=1), mirrored, answer.tokens).target_steps)
 
 
 def test_the_longest_path_counts():

@@ -45,7 +45,7 @@ class Drafting(StubEngine):
     def __init__(self, kind, max_nodes=4, carries_over=False):
         super().__init__(2)
         facts = {"kind": kind, "sources": (kind,), "max_nodes": max_nodes, "carries_over": carries_over}
-        self.drafter = StubDrafter(**facts, findings=dict, settings=dict)
+        self.drafter = StubDrafter(**facts, findings=dict, settings=dict, forget=dict)
 
 
 def report_of(drafters, questions=QUESTIONS, **settings):

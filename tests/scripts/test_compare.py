@@ -3,9 +3,11 @@
 import csv
 import io
 import json
+import os
 
 import pytest
 
+from draft_heads.inference.evaluation import made_from
 from draft_heads.inference.evaluation.comparison import latex_text, short_names
 from draft_heads.inference.evaluation.report import build_report, write_json
 from draft_heads.scripts import compare
@@ -144,6 +146,19 @@ def test_other_weights_of_a_drafter_are_told_and_another_place_is_not(capsys, tm
     assert f"| fast: loaded | {same} | not noted ({drafters['old'][0]}) |" in apart
     (tmp_path / "old" / "head" / "model.safetensors").write_bytes(b"3")  # trained again in place
     assert [*checksums_of(drafters["old"])] == ["fast"] and checksums_of(drafters["old"])["fast"] != via
+
+
+def test_large_weights_too_are_told_by_their_content_whenever_they_were_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(made_from, "_LARGE", 1)  # byte
+    found = []
+    for place, weights in enumerate((b"12", b"12", b"13")):
+        head = tmp_path / str(place)
+        head.mkdir()
+        for name, content in {"config.json": b'{"kind": "ctc"}', "model.safetensors": weights}.items():
+            (head / name).write_bytes(content)
+            os.utime(head / name, (place, place))
+        found.append(checksums_of([f"fast=ctc:{head}"])["fast"])
+    assert found[0] == found[1] != found[2]
 
 
 def test_one_drafter_has_one_row_whatever_its_reports_call_it(capsys, tmp_path):

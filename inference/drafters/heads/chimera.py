@@ -127,6 +127,10 @@ class ChimeraDrafter(HeadDrafter):
             self.cache.clear()
         self._recent[slot : slot + 1].fill_(-1)
 
+    def forget(self) -> None:
+        if self.cache is not None:
+            self.cache.clear()
+
     def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
         """h_n [B, H] and the base token [B]."""
         head, recent = self.head, self._recent[texts]

@@ -184,6 +184,10 @@ class HybridDrafter(Drafter):
         for part in self.parts:
             part.drafter.begin(slot, prompt, self._rows(capacity))
 
+    def forget(self) -> None:
+        for text in self._texts:
+            text.calibration = Calibration()
+
     def reserve(self, capacity: int) -> None:
         for part in self.parts:
             part.drafter.reserve(self._rows(capacity))

@@ -88,6 +88,9 @@ class OuroborosDrafter(ModelDrafter):
         if not self.options.reuse_history:
             self.pool.clear()
 
+    def forget(self) -> None:
+        self.pool.clear()
+
     def read(self, tokens: list[int]) -> None:
         super().read(tokens)
         if self.options.from_text and self.options.from_verification:

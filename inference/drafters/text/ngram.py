@@ -185,6 +185,9 @@ class NgramDrafter(TextDrafter):
     def start(self) -> None:
         self.table.start(keep=self.carries_over)
 
+    def forget(self) -> None:
+        self.table.start()
+
     def read(self, tokens: list[int]) -> None:
         self.table.extend(tokens)
 
