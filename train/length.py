@@ -95,12 +95,17 @@ class RunLength:
                 f"--num_train_epochs {epochs} has {epochs * self.steps_per_epoch:,} steps, --max_steps {ENOUGH_STEPS} "
                 f"has {ENOUGH_STEPS}"
             )
-        if (warm := args.get_warmup_steps(self.steps)) >= self.steps:
-            found.append(
-                f"the warm-up of {warm:,} steps (--warmup_steps {args.warmup_steps:g}) lasts as long as the run of "
-                f"{self.steps:,} steps, so the rate never reaches --learning_rate; lower it"
-            )
-        return found + late_intervals(args, self.steps)
+        warm = args.get_warmup_steps(self.steps)
+        return found + long_warm_up(args, warm, self.steps) + late_intervals(args, self.steps)
+
+
+def long_warm_up(args: Any, warm: int, steps: int) -> list[str]:
+    """A line about a warm-up of `warm` steps that no other step of the run follows."""
+    told = (
+        f"the warm-up of {warm:,} steps (--warmup_steps {args.warmup_steps:g}) lasts as long as the run of {steps:,} "
+        "steps, so the rate never reaches --learning_rate; lower it"
+    )
+    return [told] * (warm >= steps)
 
 
 def late_intervals(args: Any, steps: int) -> list[str]:
@@ -123,4 +128,5 @@ def late_intervals(args: Any, steps: int) -> list[str]:
 def too_few_in(args: Any, steps: int) -> list[str]:
     """Lines about a run that ended by time, whose number of steps was not known before."""
     few = f"{args.max_minutes:g} minutes had {steps:,} steps: a head needs a few hundred at least; raise --max_minutes"
-    return [few] * (steps < ENOUGH_STEPS) + late_intervals(args, steps)
+    warm_up = long_warm_up(args, int(args.warmup_steps), steps)  # below 1 it is a share of the time
+    return [few] * (steps < ENOUGH_STEPS) + warm_up + late_intervals(args, steps)

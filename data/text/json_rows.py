@@ -1,9 +1,9 @@
 """Rows of JSON arrays, JSONL files (both also as .gz, files also by URL) and datasets, with places for error messages.
 
 A folder of JSON or CSV reads as its files do, those of CSV as texts alone. Rows of Arrow and Parquet are without the
-keys that are None, at every depth, for Arrow fills them in; JSON keeps its nulls. Rows count from 1. A row's place is
-`line 3` in a JSONL file, `row 3` in an array and `row 3 of split train` in a dataset. Of a folder one split is read,
-whole or not at all.
+keys that are None, at every depth, for Arrow fills them in; JSON keeps its nulls, also in a column of JSON. Rows count
+from 1. A row's place is `line 3` in a JSONL file, `row 3` in an array and `row 3 of split train` in a dataset. Of a
+folder one split is read, whole or not at all.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
         loaded = loaded[split]
     elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got split {split}; leave it out")
-    rows = loaded if isinstance(loaded, _Files) else (("", _without_none(record)) for record in loaded)
+    rows = loaded if isinstance(loaded, _Files) else (("", _without_none(record, loaded.features)) for record in loaded)
     for row, (where, record) in enumerate(rows, start=1):
         yield f"row {row}" + (f" of split {split}" if split else "") + where, record
 
@@ -358,8 +358,12 @@ def _listed(paths: Sequence[Path], base: Path) -> str:
     return ", ".join([*names, *([f"{len(paths) - 3} more"] if len(paths) > 3 else [])])
 
 
-def _without_none(value: Any) -> Any:
-    """A value without the keys that are None: Arrow gives every object the keys that another row's has."""
-    if isinstance(value, dict):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
-    return [_without_none(one) for one in value] if isinstance(value, list) else value
+def _without_none(value: Any, form: Any) -> Any:
+    """A value without the keys that are None: Arrow gives every object the keys that another row's has.
+
+    form: its type among the columns of the dataset; one of `datasets.Json` is as it was written, with its nulls
+    """
+    if isinstance(value, dict) and isinstance(form, dict):
+        return {key: _without_none(one, form[key]) for key, one in value.items() if one is not None}
+    each = form[0] if isinstance(form, list) else getattr(form, "feature", None)
+    return [_without_none(one, each) for one in value] if isinstance(value, list) else value

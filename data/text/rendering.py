@@ -18,7 +18,8 @@ encloses is not trained.
 
 Templates that drop parts of earlier turns (thoughts, an analysis channel) or that end the last turn with another token
 are rendered as they are: an earlier answer is what the template leaves of it, the last one is everything the target
-would write after the generation prompt.
+would write after the generation prompt. Such a template does not see a question without an answer at the end, for which
+it would render the last answer as an earlier one.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class ChatRenderer(ChatText):
         """
         if all(message.get("trained") is False for message in messages if message["role"] == "assistant"):
             raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
+        messages = self._answered(messages, extra)
         text = self.checked_text(messages, extra=extra)
         self._check_answers(text, messages, extra)
         whole = _Rendering(messages, extra, text, *self._encode(text))
@@ -159,11 +161,20 @@ class ChatRenderer(ChatText):
 
     def shortened(self, messages: Messages, extra: Extra = None) -> int:
         """How many trained answers to earlier questions the template renders without a part, as their thoughts."""
+        messages = self._answered(messages, extra)
         last = _last_question(messages)
         earlier = [messages[number] for number, _ in _answers(messages) if number < last]
         shown = _packed(self.text(messages, extra=extra)) if earlier else ""
         texts = [[one[key] for key in one.keys() - _NO_PART if isinstance(one[key], str)] for one in earlier]
         return sum(any(_packed(text) not in shown for text in parts) for parts in texts)
+
+    def _answered(self, messages: Messages, extra: Extra) -> Messages:
+        """The messages without a question at the end for whose sake the template renders those before it otherwise;
+        ConversationError, as `checked_text`, where it leaves something of those out."""
+        if messages[-1]["role"] != "user":
+            return messages
+        answered = self.checked_text(messages[:-1], extra=extra)
+        return messages if self.text(messages, extra=extra).startswith(answered) else messages[:-1]
 
     def _check_answers(self, text: str, messages: Messages, extra: Extra) -> None:
         """ConversationError where the rendering `text` leaves out a part of a trained answer to the last question.

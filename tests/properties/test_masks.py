@@ -189,7 +189,9 @@ def test_the_mask_of_a_form_is_that_of_its_pieces(form, messages, block):
     form = FORMS[form]
     tokenizer = character_tokenizer(form.template(block), form.bos)
     renderer = ChatRenderer(tokenizer, [tokenizer.convert_tokens_to_ids("<|user|>")] if form.user_ends else [])
-    ids, mask = tokens(tokenizer, form.pieces(messages))
+    ends_otherwise = form.last is not None or form.final  # at the last answer
+    seen = messages[:-1] if ends_otherwise and messages[-1]["role"] == "user" else messages
+    ids, mask = tokens(tokenizer, form.pieces(seen))
     if not any(mask):
         with pytest.raises(ConversationError):
             renderer.conversation(messages)
@@ -238,6 +240,8 @@ def test_a_thought_is_trained_where_the_template_shows_it(begins, recorded, mess
     for name, text in {**words, "BEGINS": begins.replace("\n", "\\n")}.items():
         template = template.replace(name, text)
     tokenizer, given_messages, pieces = character_tokenizer(template), [], []
+    unseen = messages[-1:] if messages[-1]["role"] == "user" else []  # for it the last answer would be an earlier one
+    messages = messages[: len(messages) - len(unseen)]
     last = max(i for i, message in enumerate(messages) if message["role"] == "user")
     for i, message in enumerate(messages):
         answer, trained = message["role"] == "assistant", message.get("trained", True)
@@ -256,4 +260,5 @@ def test_a_thought_is_trained_where_the_template_shows_it(begins, recorded, mess
     renderer = ChatRenderer(tokenizer)
     ids, mask = tokens(tokenizer, pieces)
     if any(mask):
+        given_messages += unseen
         assert marked(tokenizer, *renderer.conversation(given_messages)) == marked(tokenizer, ids, mask)

@@ -236,6 +236,20 @@ def test_arrow_rows_are_without_the_keys_of_other_rows(tmp_path):
     assert [row for _, row in read_rows(str(tmp_path))] == [{"a": {"b": 1}}, {"a": {"c": 2}}]
 
 
+def test_arrow_columns_of_json_keep_their_nulls(tmp_path):
+    calls = [{"arguments": {"city": None, "days": 3}}, {"arguments": {"city": ["Rome"]}}]  # what no Arrow type holds
+    rows = [{"calls": [call], "schema": {"x": {"default": None}}} for call in calls]
+    form = {"calls": datasets.List({"arguments": datasets.Json()}), "schema": datasets.Json()}
+    table = datasets.Dataset.from_dict(
+        {key: [row[key] for row in rows] + [None] for key in form}, features=datasets.Features(form)
+    )
+    table.save_to_disk(tmp_path / "saved")
+    (tmp_path / "parquet").mkdir()
+    table.to_parquet(tmp_path / "parquet" / "train.parquet")
+    for folder_of_rows in ("saved", "parquet"):
+        assert [row for _, row in read_rows(str(tmp_path / folder_of_rows))] == [*rows, {}]
+
+
 @pytest.mark.parametrize(("name", "between"), [("train.csv", ","), ("train.tsv", "\t")])
 def test_cells_of_csv_are_texts_as_they_are_written(tmp_path, name, between):
     cells = [["prompt", "system", "weight"], ["NA", "N/A", "1.0"], ["null", "", "1"], ["007", "None", "true"]]

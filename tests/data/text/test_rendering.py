@@ -272,3 +272,34 @@ def test_a_further_argument_with_a_name_of_the_rendering_itself_is_refused():
     tokenizer = byte_tokenizer(template("chatml"))
     with pytest.raises(ConversationError, match="got tokenize; leave it out"):
         render_prompt(tokenizer, CHAT[:2], {"tokenize": False})
+
+
+THINKS = (
+    "{% set last = namespace(question=0) %}{% for m in messages if m.role == 'user' %}"
+    "{% set last.question = messages.index(m) %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{{ '<think>' + m.thinking + '</think>' if m.thinking and loop.index0 > last.question }}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endfor %}{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"
+)
+RULES_AT_THE_LAST = (  # as Mistral's, which shows a system text with the question that ends the conversation
+    "{{ '<s>' }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' }}"
+    "{{ messages[0].content + '\\n\\n' if loop.last and messages[0].role == 'system' }}{{ m.content + '[/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ m.content + '</s>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_question_without_an_answer_does_not_make_the_last_answer_an_earlier_one():
+    user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Salut", "thinking": "French?"}
+    renderer = ChatRenderer(byte_tokenizer(THINKS))
+    for chat in ([user, answer], [user, answer, {"role": "user", "content": "Why?"}]):
+        ids, mask = renderer.conversation(chat)
+        assert trained_runs(renderer.tokenizer, ids, mask) == ["<think>French?</think>Salut<|im_end|>"]
+        assert "Why?" not in renderer.tokenizer.decode(ids) and renderer.shortened(chat) == 0
+    plain = ChatRenderer(byte_tokenizer(template("chatml")))  # renders answers alike wherever they are
+    ids, _ = plain.conversation([user, {"role": "assistant", "content": "Salut"}, {"role": "user", "content": "Why?"}])
+    assert plain.tokenizer.decode(ids).endswith("<|im_start|>user\nWhy?<|im_end|>\n")
+    renderer = ChatRenderer(byte_tokenizer(RULES_AT_THE_LAST))
+    chat = [{"role": "system", "content": "Rhyme."}, user, {"role": "assistant", "content": "Salut"}]
+    for turns in (chat, [*chat, {"role": "user", "content": "Why?"}]):
+        with pytest.raises(ConversationError, match="leaves out the system's text"):
+            renderer.conversation(turns)
