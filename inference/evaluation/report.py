@@ -75,11 +75,18 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
         "machine": platform.machine(),
+        "processor": _processor(),
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
         "waiting_threads": waiting_threads(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _processor(about: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, as Linux or the system calls it."""
+    found = re.search(r"^model name\s*: *(.+)$", about.read_text(), re.MULTILINE) if about.exists() else None
+    return found[1] if found else platform.processor()
 
 
 def check_output(folder: Path, overwrite: bool, finished: str = "report.json") -> None:

@@ -141,16 +141,18 @@ def _unshare(adapted: nn.Module) -> None:
 
 def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
     """The model with a PEFT adapter merged into it, and the hashes of both before that."""
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
     check_folder_or_hub_id("--target_adapter", adapter)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")  # which then have no effect
             adapted = PeftModel.from_pretrained(model, adapter)
+        own = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        unread = [name for name in load_peft_weights(adapter, device="cpu") if "lora_" in name and name not in own]
         hashes = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
         _unshare(adapted)
-        return adapted.merge_and_unload(), hashes
+        merged = adapted.merge_and_unload()
     except UserWarning as warning:
         missing = re.findall(r"'([^']+)'", str(warning))
         raise ValueError(
@@ -162,3 +164,9 @@ def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
             f"--target_adapter {adapter} cannot be loaded and merged ({error}); give a PEFT adapter's folder or hub "
             "id, of a kind that merges into the weights, as LoRA"
         ) from None
+    if unread:
+        raise ValueError(
+            f"a PEFT adapter changes layers of the target alone; --target_adapter {adapter} has "
+            f"{_some(sorted(unread))} beside them; give the target that it was trained on"
+        )
+    return merged, hashes

@@ -82,6 +82,18 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, kept):
         pytest.fail(told) if Target.from_pretrained(base, device="cpu", adapter=adapter) else None
 
 
+def test_an_adapter_with_more_layers_than_the_target_is_refused(tmp_path):
+    """Those of its fourth layer would be dropped."""
+    base = save_base(tmp_path / "base", tied=False)
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    more = {name.replace("layers.2", "layers.3"): one.clone() for name, one in tensors.items() if "layers.2" in name}
+    save_file(tensors | more, path)
+    with pytest.raises(ValueError, match=r"has base_model\.\S*layers\.3\S*lora_A\.weight, \S+ beside them; give"):
+        Target.from_pretrained(base, device="cpu", adapter=adapter)
+
+
 BROKEN = {
     "no LM head": (lambda tensors: tensors.pop("lm_head.weight"), {}, r"has no lm_head\.weight; copy it again, or"),
     "a layer too few": (None, {"num_hidden_layers": 4}, r"has no model\.layers\.3\.\S+, .*, and 6 more; copy it again"),

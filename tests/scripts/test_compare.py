@@ -9,7 +9,7 @@ import pytest
 
 from draft_heads.inference.evaluation import made_from
 from draft_heads.inference.evaluation.comparison import latex_text, short_names
-from draft_heads.inference.evaluation.report import build_report, write_json
+from draft_heads.inference.evaluation.report import build_report, environment, write_json
 from draft_heads.scripts import compare
 from draft_heads.scripts.decoding_options import loaded_by, loaded_checksums
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, render
@@ -29,7 +29,7 @@ def report_of(target=TARGET, names=("fast", "slow"), **settings):
 def folders(tmp_path):
     """Two reports: the second has longer answers, other threads, and one other drafter."""
     reports = {"a": report_of(), "b": report_of(names=("fast", "a_b&c"), max_new_tokens=128)}
-    reports["b"]["environment"]["threads"] = 99
+    reports["b"]["environment"] |= {"threads": 99, "processor": "Another"}
     reports["a"]["options"]["fast"], reports["b"]["options"]["fast"] = {"k": 4, "n": 2}, {"k": 7, "n": 2}
     for name, report in reports.items():
         (tmp_path / name / "report").mkdir(parents=True)
@@ -53,6 +53,7 @@ def test_what_differs_comes_first_and_then_the_drafters_side_by_side(folders, ca
     assert "| setting | a/report | b/report |" in apart
     assert "| max_new_tokens | 64 | 128 |" in apart and "| fast: k | 4 | 7 |" in apart
     assert "| threads | " in apart and " | 99 |" in apart
+    assert f"| processor | {environment('cpu')['processor']} | Another |" in apart
     for same in ("temperature", "fast: n", "torch", "time", "a_b"):
         assert f"| {same} |" not in apart
     assert "| bench | fast | 1.50 | 2.50× (2.50–2.50) | 4/4 | 1.50 | 2.50× (2.50–2.50) | 4/4 |" in table
