@@ -64,11 +64,11 @@ def arms(args: Any, target: Target) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(engines: Engines, name: str, arm: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(engines: Engines, name: str, arm: dict[str, Any], compiled: bool) -> list[dict[str, Any]]:
     """Of each of `SIZES`: answers, acceptance length and tokens per second."""
     tasks = [{"prompts": engines.prompts, "at_once": size, "sampling": engines.greedy} for size in SIZES]
     warm = {"prompts": engines.prompts[:8], "at_once": 8, "sampling": engines.greedy | {"max_tokens": 8}}
-    results = engines.run(name, [warm, *tasks], enable_prefix_caching=False, **arm)[1:]
+    results = engines.run(name, [warm, *tasks], enable_prefix_caching=False, enforce_eager=not compiled, **arm)[1:]
     return [
         {
             "answers": [answers[0] for answers in found["answers"]],
@@ -105,6 +105,7 @@ def main() -> None:
     add("--prompts", help="a benchmark, of which the first turns are asked (default: questions of the project's own)")
     add("--tokens", type=int, default=4, help="drafted tokens a step (default 4)")
     add("--rounds", type=int, default=3, help="default 3")
+    add("--compile", action="store_true", help="let vLLM compile the target (default: its eager mode)")
     add("--drafters", nargs="+", default=[], help="rows of our own engine, and of transformers")
     add("--max_nodes", type=int, default=32, help="most nodes of our engine's trees (default 32)")
     args = parser.parse_args()
@@ -120,7 +121,7 @@ def main() -> None:
         prompts = make_prompts(target, args.questions, 0)
     engines = Engines(args.python, args.target, args.output, prompts, args.max_new_tokens)
     run: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        name: partial(measure, engines, name.replace(", its export", "_export"), arm)
+        name: partial(measure, engines, name.replace(", its export", "_export"), arm, args.compile)
         for name, arm in arms(args, target).items()
     }
     settings = GenerationSettings(args.max_new_tokens)

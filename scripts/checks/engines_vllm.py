@@ -85,7 +85,7 @@ def main() -> None:
     from vllm import LLM
 
     job = json.loads(Path(sys.argv[1]).read_text())
-    engine = LLM(dtype="float32", enforce_eager=True, disable_log_stats=False, **job["engine"])
+    engine = LLM(**{"dtype": "float32", "enforce_eager": True, "disable_log_stats": False} | job["engine"])
     Path(sys.argv[2]).write_text(json.dumps([run(engine, task) for task in job["tasks"]]))
 
 
