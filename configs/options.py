@@ -80,15 +80,16 @@ def check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number; got {value!r}; write for example 0.7")
 
 
-def check_read(parser: Any, given: Any, rules: Iterable[tuple[str, str, bool]]) -> None:
-    """ValueError for a flag of `parser` that nothing reads beside the others that are given.
+def check_read(given: Any, default_of: Callable[[str], Any], rules: Iterable[tuple[str, str, bool]]) -> None:
+    """ValueError for a flag that nothing reads beside the others that are given.
 
-    rules: flags, another one, whether they are read with or without it
+    default_of  a flag's default, before a --config sets another
+    rules       flags, another one, whether they are read with or without it
     """
     for names, other, read_with in rules:
         for name in names.split():
             value, state = getattr(given, name), "without" if read_with else "with"
-            if value != parser.get_default(name) and bool(getattr(given, other)) != read_with:
+            if value != default_of(name) and bool(getattr(given, other)) != read_with:
                 raise ValueError(f"--{name} has no effect {state} --{other}; got {value}; leave it out")
 
 

@@ -98,7 +98,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("layers", "max_length", "max_minutes", "batch_tokens", "conversations", "questions"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name} must be positive; got {getattr(options, name)}")
-    check_read(parser, options, READ_WITH)
+    check_read(options, parser.get_default, READ_WITH)
     check_new_folder(options.output)
     return options
 

@@ -69,10 +69,7 @@ def search(
 
 def fitting_prompts(questions: Sequence[Question], target: Target) -> list[list[int]]:
     """The first turns of questions as prompts; those that leave no room in the context are left out, counted aloud."""
-    prompts = [
-        target.renderer.prompt([*one.opening, {"role": "user", "content": one.turns[0]}], one.extra)
-        for one in questions
-    ]
+    prompts = [target.renderer.prompt(one.first_messages, one.extra) for one in questions]
     kept = [prompt for prompt in prompts if len(prompt) < target.max_positions]
     if len(kept) < len(prompts):
         print(f"{len(prompts) - len(kept)} of {len(prompts)} questions do not fit the context and are left out")

@@ -64,6 +64,11 @@ class Question:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     @property
+    def first_messages(self) -> Messages:
+        """The messages up to the first turn."""
+        return [*self.opening, {"role": "user", "content": self.turns[0]}]
+
+    @property
     def group(self) -> str | None:
         """The row of a report, of those of its benchmark's parts, that counts it."""
         return self.category if self.column is None else self.column

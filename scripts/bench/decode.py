@@ -274,10 +274,11 @@ def run() -> None:
     add("--scripted", type=float, nargs="*", default=[], metavar="β", help="accepted lengths of untrained heads")
     add("--heads", nargs="+", choices=list(HEAD_DRAFTERS), help="heads for --scripted (default: all)")
     add("--repeats", type=int, default=9, help="runs of every arm (default 9)")
+    defaults = vars(parser.parse_args([]))
     options = parse_with_config(parser, None, ())
     if (options.target is None) == (options.shape is None):
         raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
-    check_read(parser, options, READ_WITH)
+    check_read(options, defaults.get, READ_WITH)
     check_positive(options, "max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats")
     target = load_target(options) if options.target else random_target(options)
     engines = load_engines(drafter_specs(options.drafters), target, options.max_nodes, batch_size=1)

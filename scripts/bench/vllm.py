@@ -27,12 +27,14 @@ import torch
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import write_folder
+from draft_heads.inference.drafters.base import forget_all
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import endless
 from draft_heads.inference.evaluation.hf_assisted import hf_engine
 from draft_heads.inference.evaluation.hf_generate import HFGenerate
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.bench.decode import check_forgets
 from draft_heads.scripts.bench.decode import prompts as make_prompts
 from draft_heads.scripts.checks.engines import PLUGIN, Engines, acceptance_length, engines_parser
 from draft_heads.scripts.decoding_options import drafter_specs, load_engines
@@ -80,11 +82,15 @@ def measure(engines: Engines, name: str, arm: dict[str, Any], compiled: bool) ->
 
 
 def own_engines(args: Any, target: Target) -> dict[str, OwnEngine]:
-    """Rows of `--drafters` by name: our engine's, the first without drafts, and those of transformers."""
+    """Rows of `--drafters` by name: our engine's, the first without drafts, and those of transformers.
+
+    ValueError for a drafter that would know the texts from the first round.
+    """
     if not args.drafters:
         return {}
     hf_rows, drafters = split_rows(args.drafters)
     engines = load_engines(drafter_specs(drafters), target, args.max_nodes, 1)
+    check_forgets({name: engine.drafter for name, engine in engines.items()})
     own = {f"our {name}": engine for name, engine in engines.items() if isinstance(engine, DecodingEngine)}
     return own | {name: hf_engine(target, words) for name, words in hf_rows.items()}
 
@@ -92,6 +98,8 @@ def own_engines(args: Any, target: Target) -> dict[str, OwnEngine]:
 def measure_own(engine: OwnEngine, prompts: list[list[int]], settings: GenerationSettings) -> list[dict[str, Any]]:
     """What `measure` gives, of one text at a time."""
     engine.generate(prompts[0][::-1], endless(settings))
+    if isinstance(engine, DecodingEngine):
+        forget_all(engine.drafter)
     start = time.monotonic()
     answers = [engine.generate(prompt, settings) for prompt in prompts]
     seconds = time.monotonic() - start
@@ -113,10 +121,7 @@ def main() -> None:
     target = Target.from_pretrained(args.target, torch.float32, "cpu")
     if args.prompts:
         questions = load_benchmark("prompts", args.prompts, args.questions)
-        prompts = [
-            target.renderer.prompt([*one.opening, {"role": "user", "content": one.turns[0]}], one.extra)
-            for one in questions
-        ]
+        prompts = [target.renderer.prompt(one.first_messages, one.extra) for one in questions]
     else:
         prompts = make_prompts(target, args.questions, 0)
     engines = Engines(args.python, args.target, args.output, prompts, args.max_new_tokens)

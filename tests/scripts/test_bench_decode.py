@@ -55,6 +55,12 @@ def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, flags, told):
     assert status == 2 and told in err
 
 
+def test_a_flag_of_a_config_that_nothing_reads_is_refused(monkeypatch, capsys, tmp_path):
+    (tmp_path / "bench.yaml").write_text("target: tests/tiny_target\nlayers: 2\n")
+    status, _, err = run(monkeypatch, capsys, "--config", str(tmp_path / "bench.yaml"))
+    assert status == 2 and "--layers has no effect without --shape; got 2" in err
+
+
 def test_a_schedule_spreads_whole_numbers_around_its_mean():
     assert schedule(2.5, 4) == [2, 3, 2, 3] and schedule(3.0, 3) == [3, 3, 3]
     for mean in (2.3, 3.3, 4.3):

@@ -74,6 +74,9 @@ def test_a_bench_has_rows_of_our_own_engine_beside_those_of_vllm():
         assert alone["answers"] == [text, text] and alone["speed"] > 0
         assert name == "our ngram" or alone["length"] == 1
     assert vllm.own_engines(SimpleNamespace(drafters=[]), target) == {}
+    options.drafters = ["ngram,keep=1"]
+    with pytest.raises(ValueError, match="keeps what it learned of them"):
+        vllm.own_engines(options, target)
 
 
 def vllm_stand_in(plain, found):
