@@ -72,6 +72,14 @@ def scaled_rotation(layer: nn.Module) -> list[str]:
     return sorted({rope.get("rope_type", "default") for rope in given} - {"default"})
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in the type of its states: torch has no kernel for weights of another, as in autocast."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The states `[..., H]`, normed."""
+        return F.rms_norm(states, self.normalized_shape, self.weight.to(states.dtype), self.eps)
+
+
 class DecoderBlock(nn.Module):
     """One pre-norm decoder block of the target's shape; output projections start at zero, so it starts as identity."""
 
@@ -81,15 +89,15 @@ class DecoderBlock(nn.Module):
         hidden, size = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, size
         self.rope_theta = config.rope_theta
-        self.attention_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.attention_norm = Norm(hidden, eps=config.rms_norm_eps)
         if reads_tokens:
-            self.token_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+            self.token_norm = Norm(hidden, eps=config.rms_norm_eps)
         read = 2 * hidden if reads_tokens else hidden
         self.q_proj = nn.Linear(read, self.heads * size, bias=False)
         self.k_proj = nn.Linear(read, self.kv_heads * size, bias=False)
         self.v_proj = nn.Linear(read, self.kv_heads * size, bias=False)
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
-        self.mlp_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.mlp_norm = Norm(hidden, eps=config.rms_norm_eps)
         self.gate_proj = nn.Linear(hidden, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)

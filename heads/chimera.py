@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from draft_heads.configs.options import option
 from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
 from draft_heads.heads.base import DraftHead, Readout, Rows, TargetView, root_mean_square
-from draft_heads.heads.block import Attend, DecoderBlock, Rotation, scaled_rotation
+from draft_heads.heads.block import Attend, DecoderBlock, Norm, Rotation, scaled_rotation
 from draft_heads.heads.config import LOSS_WEIGHT, Budget
 from draft_heads.heads.cross_entropy import total
 from draft_heads.heads.medusa import OffsetConfig
@@ -102,7 +102,7 @@ class ChimeraHead(DraftHead):
             self.encoder = DecoderBlock(config)
             self.encoder.requires_grad_(config.encoder == "target_layer0_finetuned")
         self.block = DecoderBlock(config)
-        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = Norm(hidden, eps=config.rms_norm_eps)
         outputs = config.classes if config.projection == "full" else hidden
         self.heads = nn.ModuleList(nn.Linear(reads, outputs, bias=False) for _ in range(config.heads))
         for head in self.offset_heads:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from draft_heads.configs.options import option
 from draft_heads.heads.attention import anchor_attention, before_anchor, causal_attention, chain_attention, frame_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
-from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
+from draft_heads.heads.block import Attend, DecoderBlock, Norm, grouped_attention
 from draft_heads.heads.config import DECAY, LOSS_WEIGHT, Budget, HeadConfig
 from draft_heads.heads.cross_entropy import soft_cross_entropy, total
 from draft_heads.heads.ctc_loss import ctc_loss_fused
@@ -140,7 +140,7 @@ class CTCHead(DraftHead):
         if not config.chained:
             self.frame_queries = nn.Parameter(torch.randn(config.frames, hidden))
         self.blocks = nn.ModuleList([DecoderBlock(config)])  # a list, as checkpoints name its weights blocks.0.…
-        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = Norm(hidden, eps=config.rms_norm_eps)
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
         self.blank_bias = nn.Parameter(torch.zeros(1))  # DeepSpeed broadcasts no 0-dimensional parameters
         if rank := config.label_context:  # A and B of `heads.label_context`; A starts at zero

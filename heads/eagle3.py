@@ -30,7 +30,7 @@ from draft_heads.heads.accept_weight import accept_weights
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import before_anchor, chain_attention
 from draft_heads.heads.base import DraftHead, HeadLoss, Readout, Rows, TargetView
-from draft_heads.heads.block import DecoderBlock
+from draft_heads.heads.block import DecoderBlock, Norm
 from draft_heads.heads.config import DECAY, Budget, HeadConfig, spread_layers
 from draft_heads.heads.cross_entropy import label_losses, soft_cross_entropy
 from draft_heads.heads.draft_vocab import in_vocabulary
@@ -71,7 +71,7 @@ class Eagle3Head(DraftHead):
             with torch.no_grad():  # starts as [0 | 0 | I]: g is the high layer's output
                 self.layer_projection.weight[:, -hidden:].fill_diagonal_(1.0)
         self.block = DecoderBlock(config, reads_tokens=True)
-        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = Norm(hidden, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.classes, bias=False)
 
     def weights_read(self) -> int:

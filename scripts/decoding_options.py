@@ -85,8 +85,8 @@ def target_parser(description: str | None, attention: bool = True) -> argparse.A
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="cpu, cuda, …, or auto: layers on all GPUs (default cuda if present)")
     if attention:
-        add("--attention", choices=tuple(TREE_ATTENTION), help="attention over draft trees (default masked)")
-    parser.set_defaults(attention="masked")
+        add("--attention", choices=tuple(TREE_ATTENTION), help="attention over draft trees (default auto)")
+    parser.set_defaults(attention="auto")
     add_threads(parser)
     return parser
 
@@ -160,7 +160,7 @@ def load_target(options: argparse.Namespace) -> Target:
 def configure_target(target: Target, options: argparse.Namespace) -> Target:
     """Apply --threads and --attention; returns the target."""
     use_threads(options.threads)
-    if options.attention != "masked":
+    if options.attention != "auto":
         target.attend(options.attention)
     return target
 

@@ -25,9 +25,9 @@ from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.library_names import forward_hooks
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
 from draft_heads.inference.target.tree_attention import (
-    TREE_ATTENTION,
     MaskedAttention,
     masks_by_layer_type,
+    tree_attention,
     visible_keys,
 )
 
@@ -134,7 +134,7 @@ class FusedDecoder:
         """
         decoder = model.get_decoder()
         self.window, self.layer_types = window, set(layer_types)
-        self.attention = "masked"
+        self.attention = "auto"
         self.embedding = model.get_input_embeddings()
         self.embedding_scale = float(getattr(decoder, "embedding_multiplier", 1.0))
         self.heads, self.kv_heads = decoder.config.num_attention_heads, decoder.config.num_key_value_heads
@@ -215,7 +215,7 @@ class FusedDecoder:
         positions = depths + cache.lengths[:, None]
         visible, key_positions = visible_keys(sees, positions, cache.lengths, end)
         masks = masks_by_layer_type(visible, positions, key_positions, self.window, self.layer_types)
-        attention = TREE_ATTENTION[self.attention](masks, self.heads // self.kv_heads, self.dtype)
+        attention = tree_attention(self.attention, masks, self.heads, self.kv_heads, self.dtype)
         states = _scaled(self.embedding(token_ids), self.embedding_scale)
         rotations = {rope: self._rotation(positions, rope) for rope in set(self.ropes.values())}
         slots = cache.slots(token_ids.shape[1])

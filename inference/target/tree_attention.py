@@ -2,7 +2,8 @@
 masks replace a decoder's own), and two ways to the same numbers.
 
 `masked`    torch's attention under a dense mask; the reference
-`products`  plain products, which may be faster on a GPU
+`products`  plain products, faster on a GPU that has few rows to attend
+`auto`      the faster of the two by device and shape
 
 Shapes: B sequences, R rows, G key/value heads, Q = N/G·R queries of a key head (its heads' rows one after another),
 D head size, C cache rows that are read (committed text, the forward's rows, garbage).
@@ -81,4 +82,25 @@ class ProductAttention(MaskedAttention):
         return attended.unflatten(0, shape[:2])
 
 
-TREE_ATTENTION: dict[str, type[MaskedAttention]] = {"masked": MaskedAttention, "products": ProductAttention}
+FEW_QUERIES = 2048
+"""Rows of all heads, N·R, up to which `products` is faster on an H200: beyond, its scores, written and read, cost more
+than the idle blocks of `masked`. With several texts it is slower, because it copies the keys of all."""
+
+
+def faster_way(texts: int, queries: int, on_gpu: bool) -> str:
+    """`products` or `masked`, for B texts with N·R queries each."""
+    return "products" if on_gpu and texts == 1 and queries <= FEW_QUERIES else "masked"
+
+
+def tree_attention(
+    way: str, masks: dict[str, Tensor], heads: int, kv_heads: int, dtype: torch.dtype
+) -> MaskedAttention:
+    """What every layer of a forward calls, by a name of `TREE_ATTENTION`; masks: layer type → [B, R, C] bool."""
+    if way == "auto":
+        mask = next(iter(masks.values()))
+        texts, rows, _ = mask.shape
+        way = faster_way(texts, heads * rows, mask.is_cuda)
+    return (ProductAttention if way == "products" else MaskedAttention)(masks, heads // kv_heads, dtype)
+
+
+TREE_ATTENTION = ("auto", "masked", "products")

@@ -196,9 +196,9 @@ class StepTimer:
             taken.append(((later[-1] - first) / len(later), self.run(self.plain)[0]))
         return ratio(*map(list, zip(*taken)))
 
-    def products(self, nodes: int) -> dict[str, float]:
-        """A step of so many nodes with attention as products over one with torch's."""
-        steps, ways = {}, ("products", "masked")
+    def masked(self, nodes: int) -> dict[str, float]:
+        """A step of so many nodes with torch's attention over one with attention as products."""
+        steps, ways = {}, ("masked", "products")
         try:
             for attention in ways:  # a graph keeps the attention it was captured with
                 self.target.attend(attention)
@@ -206,7 +206,7 @@ class StepTimer:
                 self.run(steps[attention])
             pairs = [[self.run(steps[attention])[0] for attention in ways] for _ in range(self.args.repeats)]
         finally:
-            self.target.attend("masked")
+            self.target.attend("auto")
         return ratio(*map(list, zip(*pairs)))
 
     def kernels(self, nodes: int) -> dict[str, list[int]]:
@@ -238,7 +238,7 @@ class StepTimer:
         yield "kernels of 32 nodes", partial(self.kernels, 32)
         yield "hf generate", self.hf_generate
         for nodes in (0, 32):
-            yield f"{nodes} nodes: products over masked attention", partial(self.products, nodes)
+            yield f"{nodes} nodes: masked over products", partial(self.masked, nodes)
 
 
 def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
@@ -311,6 +311,12 @@ def run() -> bool:
     add("--output", type=Path, required=True, help="the JSON file to write")
     add("--shapes", nargs="*", choices=list(SHAPES), default=["8b", "7b"], help="of random targets (default 8b 7b)")
     add("--targets", nargs="*", choices=list(RANDOM_TARGETS), default=list(RANDOM_TARGETS), help="for correctness")
+    add(
+        "--parts",
+        nargs="+",
+        default=[""],
+        help="of a shape, those with one of these texts in their names (default: all)",
+    )
     add("--device", help="default: cuda if present")
     add("--dtype", help="default: bfloat16 on a GPU")
     add("--layers", type=int, help="of the shapes, for a rehearsal (default: all)")
@@ -320,7 +326,7 @@ def run() -> bool:
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     add_threads(parser)
     args = parser.parse_args()
-    args.attention = "masked"
+    args.attention = "auto"
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     parts = Parts(args.output, device, args.seconds)
     wrong = check_answers(parts, args, device)
@@ -356,13 +362,14 @@ def measure_shape(parts: Parts, args: argparse.Namespace, shape: str) -> None:
     if not made:
         return
     timer = StepTimer(made[0], args)
-    found = {name: parts.run(f"{shape}: {name}", work) or {} for name, work in timer.parts()}
+    asked = {name: work for name, work in timer.parts() if any(words in name for words in args.parts)}
+    found = {name: parts.run(f"{shape}: {name}", work) or {} for name, work in asked.items()}
     others = ("plain step", "kernels", "training")
     listed = {name: value for name, value in found.items() if not name.startswith(others)}
     rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
     timed = {name: row for name, row in rows.items() if row}
     plain_console().print(table({f"{shape}, over the plain step:": timed}))
-    print(found["plain step"], found["ctc scripted"], found["training"])
+    print(*(found[name] for name in ("plain step", "ctc scripted", "training") if name in found))
 
 
 if __name__ == "__main__":

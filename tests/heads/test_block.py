@@ -1,10 +1,12 @@
 """The block: attention with fewer key heads than query heads, and which targets' layers it can start from."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draft_heads.heads.block import DecoderBlock, folded_attention, grouped_attention
+from draft_heads.heads.block import DecoderBlock, Norm, folded_attention, grouped_attention
 from draft_heads.heads.config import target_sizes
 from draft_heads.heads.ctc import CTCConfig
 
@@ -20,6 +22,19 @@ def test_folding_the_queries_of_a_key_head_into_rows_changes_nothing(heads, shar
     expected = grouped_attention(queries, keys, values, mask)
     for given in (mask[None, None], mask.expand(1, heads // shared, -1, -1)):
         assert torch.allclose(folded_attention(queries, keys, values, given), expected)
+
+
+def test_a_norm_takes_the_type_of_its_states_in_one_operation():
+    torch.manual_seed(0)
+    norm, states = Norm(16, eps=1e-5), torch.randn(3, 16, dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.init.uniform_(norm.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of weights and states of two types
+        normed = norm(states)
+    exact = states.double() * (states.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+    assert normed.dtype == torch.bfloat16 and torch.allclose(normed.double(), exact, rtol=2**-6)
+    normed.float().sum().backward()
+    assert norm.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from draft_heads.inference.target.linear import (
     copy_pays,
 )
 from draft_heads.inference.target.target import Target
-from draft_heads.inference.target.tree_attention import TREE_ATTENTION
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION, faster_way, tree_attention
 from draft_heads.inference.tree import ancestor_rows, depths
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 
@@ -97,6 +97,15 @@ def test_every_way_to_attend_gives_the_same_states(name, path):
         expected = decode(target)
         target.attend(path)
         assert torch.allclose(decode(target), expected, atol=1e-9)
+
+
+def test_attention_as_products_is_for_one_text_and_few_rows_on_a_gpu():
+    for texts, rows, on_gpu, way in ((1, 33, True, "products"), (1, 65, True, "masked"), (2, 1, True, "masked")):
+        assert faster_way(texts, 32 * rows, on_gpu) == way
+    assert faster_way(1, 32, on_gpu=False) == "masked"
+    mask = {"full_attention": torch.ones(1, 3, 8, dtype=torch.bool)}
+    ways = [type(tree_attention(way, mask, 4, 2, torch.float32)).__name__ for way in TREE_ATTENTION]
+    assert ways == ["MaskedAttention", "MaskedAttention", "ProductAttention"]  # auto here is masked
 
 
 def rows_of(target):

@@ -40,6 +40,17 @@ def test_every_part_runs(tmp_path, monkeypatch):
     assert all(count > 0 for count, _ in found["1b: kernels of 32 nodes"].values())
 
 
+def test_of_a_shape_only_the_parts_asked_for_run(tmp_path, monkeypatch):
+    sound, found = rehearse(tmp_path, monkeypatch, "--targets", "--parts", "masked over", "drafting ctc")
+    parts = {name: value for name, value in found.items() if name.startswith("1b: ") and value}
+    assert sound and list(parts) == [
+        "1b: drafting ctc",
+        "1b: 0 nodes: masked over products",
+        "1b: 32 nodes: masked over products",
+    ]
+    assert all(value["median"] > 0 for value in parts.values())
+
+
 def test_what_fails_is_named_and_stops_nothing_else(tmp_path, monkeypatch):
     def fails(*_):
         raise RuntimeError("planted")
