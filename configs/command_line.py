@@ -240,7 +240,7 @@ def _leave_process_group(failed: bool = False) -> None:
     distributed = sys.modules.get("torch.distributed")  # which a script that runs alone need not load
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
-    if distributed.get_world_size() > 1 and not (failed and distributed.get_backend() != "gloo"):
+    if not failed or distributed.get_world_size() == 1 or distributed.get_backend() == "gloo":
         distributed.destroy_process_group()
 
 
