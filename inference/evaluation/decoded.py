@@ -47,7 +47,7 @@ class TurnRecord:
     """One answered turn; `difference` is None before judging and when the answer equals the oracle's.
 
     `scores` are filled in when it is judged: empty but for the last turns of questions that are scored.
-    `in_thought` says that the prompt opens the thought (`<think>`) that the text begins in.
+    `in_thought` says that the prompt opens the thought that the text begins in.
     `peak_memory` (bytes) and `joules` are a `Meter`'s; turns that were answered together have the same peak and share
     the joules by tokens, as the seconds.
     """

@@ -13,6 +13,7 @@ from typing import Any
 
 from draft_heads.data.text.benchmarks import Question, gsm8k_answer
 from draft_heads.data.text.known_benchmarks import SCORES
+from draft_heads.data.text.thoughts import without_thoughts
 from draft_heads.inference.evaluation.run_code import check_machine, pass_at_1
 
 TITLES = dict(zip(SCORES, ("accuracy", "ROUGE-2 (F)", "pass@1")))
@@ -23,10 +24,8 @@ _UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\
 
 
 class Scorer:
-    """Scores answers, what follows their thoughts, each text to a question once; lossless drafters share the target's.
+    """Scores answers `without_thoughts`, each text to a question once; lossless drafters share the target's.
 
-    Of an answer that ends within its thought, what comes before it is scored: nothing, if it begins with `<think>` or
-    with gpt-oss's `<|channel|>analysis`.
     run_code: whether code from answers may be run on this machine, without which `pass_at_1` is not scored. ValueError
     if it may and the machine cannot limit it.
     """
@@ -42,12 +41,11 @@ class Scorer:
     def __call__(self, question: Question, answer: str, in_thought: bool = False) -> dict[str, float]:
         """{name of the score: value} of the answer to a question's last turn; empty if it is not scored.
 
-        in_thought: whether the prompt ends with the `<think>` that the answer goes on from
+        in_thought: whether the prompt opens a thought, which the answer goes on from
         """
         if question.score is None or self._why_not(question.score):
             return {}
-        _, ended, shown = answer.rpartition("</think>")
-        answer = "" if in_thought and not ended else re.split(r"<think>|<\|channel\|>analysis", shown)[0]
+        answer = without_thoughts(answer, in_thought)
         key = question.question_id, answer
         if key not in self._known:
             self._known[key] = {question.score: _value(question, answer)}

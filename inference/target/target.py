@@ -20,6 +20,7 @@ from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_file, check_settings
 from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids
+from draft_heads.data.text.thoughts import opens_thought
 from draft_heads.inference.target import labels, sharded, views
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
@@ -260,8 +261,8 @@ class Target:
         return str(self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends in the `<think>` of an answer's thought."""
-        return str(self.tokenizer.decode(list(prompt[-16:]))).rstrip().endswith("<think>")
+        """Whether a prompt ends with the mark that opens an answer's thought."""
+        return opens_thought(self.tokenizer.decode(list(prompt[-32:])))
 
     @cached_property
     def scaffold(self) -> tuple[int, ...]:

@@ -59,6 +59,16 @@ def test_a_thought_is_not_scored():
         ("<think>14?</think><think>Or 15", 0.0),
         ("It is 15. <think>Or 14?", 1.0),
         ("<|channel|>analysis<|message|>3 * 5 = 15. Or 14? Let me check: 15", 0.0),
+        ("<|channel|>analysis<|message|>14?<|end|><|start|>assistant<|channel|>final<|message|>15", 1.0),
+        ("[THINK]15? Or 14", 0.0),
+        ("[THINK]14?[/THINK]15", 1.0),
+        ("<seed:think>15, so", 0.0),
+        ("<seed:think>It is 14</seed:think>It is 15", 1.0),
+        ("<|channel>thought\n15", 0.0),
+        ("<|channel>thought\n15<channel|>14", 0.0),
+        ("<|START_THINKING|>15", 0.0),
+        ("◁think▷15", 0.0),
+        ("<thought>15", 0.0),
     ],
 )
 def test_a_thought_that_never_ends_is_not_scored(answer, right):

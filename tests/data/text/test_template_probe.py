@@ -132,7 +132,16 @@ def test_text_that_is_a_special_token_stays_in_an_answer():
 
 
 @pytest.mark.parametrize(
-    ("end", "opens"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False), ("<think> ok", False)]
+    ("end", "opens"),
+    [
+        ("<think>\n", True),
+        ("[THINK]", True),
+        ("<|channel>thought\n", True),
+        ("<|START_THINKING|>", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("", False),
+        ("<think> ok", False),
+    ],
 )
 def test_a_prompt_that_opens_a_thought(end, opens):
     tokenizer = byte_tokenizer(template("chatml"))

@@ -1,0 +1,33 @@
+"""The thoughts that models write before an answer, by the marks that their chat templates use."""
+
+from __future__ import annotations
+
+import re
+
+MARKS = {
+    "<think>": "</think>",  # most families
+    "<thought>": "</thought>",  # EXAONE Deep
+    "<seed:think>": "</seed:think>",  # Seed-OSS
+    "[THINK]": "[/THINK]",  # Mistral
+    "<|START_THINKING|>": "<|END_THINKING|>",  # Cohere
+    "<|channel>thought": "<channel|>",  # Gemma 4
+    "◁think▷": "◁/think▷",  # Kimi
+    "<|channel|>analysis": "<|channel|>final<|message|>",  # gpt-oss
+}
+"""What opens a thought → what ends it."""
+
+_OPENS, _ENDS = ("|".join(map(re.escape, marks)) for marks in (MARKS, MARKS.values()))
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends with the mark that opens a thought, which the answer goes on from."""
+    return prompt.rstrip().endswith(tuple(MARKS))
+
+
+def without_thoughts(answer: str, in_thought: bool = False) -> str:
+    """What follows an answer's last thought; of an answer that ends within a thought, what comes before it.
+
+    in_thought: the prompt opens a thought. Example: `b` of `<think>a</think>b` and of `b<think>a`, none of `<think>a`.
+    """
+    *thoughts, shown = re.split(_ENDS, answer)
+    return "" if in_thought and not thoughts else re.split(_OPENS, shown)[0]
