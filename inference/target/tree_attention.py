@@ -99,7 +99,7 @@ def tree_attention(
     if way == "auto":
         mask = next(iter(masks.values()))
         texts, rows, _ = mask.shape
-        way = faster_way(texts, heads * rows, mask.is_cuda)
+        way = faster_way(texts, heads * rows, mask.is_cuda and torch.version.hip is None)  # not tried on AMD's
     return (ProductAttention if way == "products" else MaskedAttention)(masks, heads // kv_heads, dtype)
 
 
