@@ -55,9 +55,11 @@ def build_report(
     results = result_rows(evaluation, seed)
     if settings.get("batch_size", 1) > 1:
         results = [without_shared_seconds(row) for row in results]
+    if target is not None:
+        settings = {**settings, "plain_loop": plain_loop(evaluation), "processes": list(evaluation.processes)}
     return {
         "target": relative_paths(target),
-        "settings": relative_paths(settings if target is None else {**settings, "plain_loop": plain_loop(evaluation)}),
+        "settings": relative_paths(settings),
         "command": relative_paths(command),
         "results": results,
         "findings": evaluation.findings,
