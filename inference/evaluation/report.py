@@ -72,7 +72,8 @@ def build_report(
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What figures depend on besides the settings: versions, machine, threads and how they wait."""
+    """What figures depend on besides the settings: versions, machine, threads and how they wait, and whether the
+    project's C++ runs, which needs a compiler."""
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
@@ -81,6 +82,7 @@ def environment(device: str) -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
         "waiting_threads": waiting_threads(),
+        "cpp": None if device.startswith("cuda") else hasattr(torch.ops.draft_heads, "skinny_matmul"),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
