@@ -181,7 +181,9 @@ def own_command() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     name = "" if spec is None else spec.name
     program = ["-m", name] if name.startswith("draft_heads.") else sys.argv[:1]
-    return shlex.join(["python", *program, *sys.argv[1:]])
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    launcher = ["python"] if count == "1" else ["torchrun", "--nproc_per_node", count]
+    return shlex.join([*launcher, *program, *sys.argv[1:]])
 
 
 class Terminated(KeyboardInterrupt):

@@ -25,7 +25,7 @@ from draft_heads.configs.command_line import exit_status, own_command, parse_wit
 
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.configs.options import use_threads
+from draft_heads.configs.options import dtype_name, use_threads
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.files import checksum
 from draft_heads.data.common.progress import progress_bar
@@ -89,8 +89,10 @@ def run(options: argparse.Namespace) -> None:
     given |= {CHECKSUMS: {name: questions_checksum(questions)}} if options.questions else {}
     loaded = {drafter: loaded_by(drafter) for drafter in options.drafters}
     given |= {"drafters": " ".join(options.drafters), LOADED: loaded_checksums(loaded)}
-    if states is not None:
-        given |= {name: getattr(options, name) for name in ("target", *OF_TARGET)} | {"not_greedy": states.note()}
+    if target is not None and states is not None:
+        given |= {"target": options.target, "target_checksum": loaded_checksums({"": target.fingerprint()})[""]}
+        given |= {"target_adapter": options.target_adapter, "dtype": dtype_name(target.dtype)}
+        given |= {"device": str(target.device), "not_greedy": states.note()}
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
     show_report(console, options.output, build_report(evaluation, None, settings, 0, own_command()))
     if settings.get("not_greedy"):

@@ -88,9 +88,12 @@ def check_targets(reports: Reports) -> None:
     (first, report), *others = reports.items()
     for name, other in others:
         if identity(report["target"]) != identity(other["target"]):
+            here, there = target_name(report), target_name(other)
+            apart = [row[0] for row in differences({first: report, name: other}).rows if here == there]
+            unlike = ", ".join(key.removeprefix("target ") for key in apart if key.startswith("target "))
             raise ValueError(
-                f"reports are compared on one target; {first} has {target_name(report)} and {name} "
-                f"{target_name(other)}; compare reports of one target, or add --any_target"
+                f"reports are compared on one target; {first} has {here} and {name} {there}"
+                f"{f', of another {unlike}' if unlike else ''}; compare reports of one target, or add --any_target"
             )
 
 
@@ -127,6 +130,7 @@ def facts(report: Report) -> dict[str, str]:
     target, known = report["target"] or {}, dict[str, Any]()
     known |= {"target": target.get("path"), "parameters": target.get("parameters")}
     known |= {"dtype": target.get("dtype"), "device": target.get("device")}
+    known |= {f"target {name}": value for name, value in (target.get("fingerprint") or {}).items()}
     settings = report["settings"]
     known |= {key: value for key, value in settings.items() if key not in ("drafters", "benchmarks", CHECKSUMS, LOADED)}
     known |= {key: value for key, value in report["environment"].items() if key != "time"}

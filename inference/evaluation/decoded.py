@@ -121,6 +121,7 @@ class DecodedGroup:
     records    its turns, of all drafters
     findings   the drafters' own statistics of that run when the group was decoded
     expected   the oracle's answer to every prompt of `records`, when it has given them
+    processes  of that run, which share a machine's cores
     """
 
     run: str
@@ -128,6 +129,7 @@ class DecodedGroup:
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
     expected: dict[Prompt, list[int]] | None = None
     time: float = field(default_factory=time.time)
+    processes: int = 1
 
 
 class DecodedFolder:
@@ -210,7 +212,7 @@ def _from_json(text: str) -> DecodedGroup:
     expected = values["expected"]
     if expected is not None:
         expected = {tuple(prompt): tokens for prompt, tokens in expected}
-    return DecodedGroup(values["run"], records, values["findings"], expected, values["time"])
+    return DecodedGroup(**{**values, "records": records, "expected": expected})
 
 
 def total_findings(groups: Sequence[DecodedGroup]) -> dict[str, dict[str, Any]]:

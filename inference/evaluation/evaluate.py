@@ -70,6 +70,7 @@ class Evaluation:
     depths    drafter → the most tokens of a path that it drafts
     carried_over  see `evaluation.carried_over`
     lossy     the drafters whose drafts were accepted by a rule that is not lossless
+    processes  of each run of the program that answered: how many, as they share a machine
     """
 
     benchmarks: Sequence[Benchmark]
@@ -83,6 +84,7 @@ class Evaluation:
     depths: dict[str, int] = field(default_factory=dict)
     carried_over: dict[str, dict[str, Any]] = field(default_factory=dict)
     lossy: frozenset[str] = frozenset()
+    processes: Sequence[int] = (1,)
 
 
 def groups_of(benchmarks: Sequence[Benchmark], group_size: int = 1) -> list[Group]:
@@ -130,7 +132,8 @@ def decode(
             for position, name in enumerate(drafter_order(tuple(engines), groups.index(group))):
                 progress(f"{group.benchmark}: {name}", number * len(engines) + position, total)
                 records += answer_questions(name, engines[name], oracle, benchmark, questions, render, meter)
-            store.put(group, DecodedGroup(run, records, subtract_counts(findings_of(drafters), before)))
+            own = subtract_counts(findings_of(drafters), before)
+            store.put(group, DecodedGroup(run, records, own, processes=processes.count))
     finally:
         gc.unfreeze()
     progress("decoded", total, total)
@@ -180,6 +183,7 @@ def judge_decoded(
     typical = oracle.settings.typical is not None
     lossy = frozenset(name for name, drafter in first.items() if typical and drafter.max_nodes)
     facts: dict[str, Any] = described(first) | {"findings": total_findings(found), "carried_over": carried}
+    facts["processes"] = sorted({decoded.processes for decoded in found})
     facts["kinds"] |= {name: TRANSFORMERS for name, engine in engines.items() if isinstance(engine, HFGenerate)}
     return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, lossy=lossy, **facts)
 

@@ -55,22 +55,25 @@ def build_report(
     results = result_rows(evaluation, seed)
     if settings.get("batch_size", 1) > 1:
         results = [without_shared_seconds(row) for row in results]
+    if target is not None:
+        settings = {**settings, "plain_loop": plain_loop(evaluation), "processes": list(evaluation.processes)}
     return {
         "target": relative_paths(target),
-        "settings": relative_paths(settings if target is None else {**settings, "plain_loop": plain_loop(evaluation)}),
+        "settings": relative_paths(settings),
         "command": relative_paths(command),
         "results": results,
         "findings": evaluation.findings,
         "options": relative_paths(evaluation.options),
         "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
-        "environment": environment((target or {}).get("device", "cpu")),
+        "environment": environment((target or settings).get("device", "cpu")),
         "samples": list(samples),
     }
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What figures depend on besides the settings: versions, machine, threads and how they wait."""
+    """What figures depend on besides the settings: versions, machine, threads and how they wait, and whether the
+    project's C++ runs, which needs a compiler."""
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
@@ -79,6 +82,7 @@ def environment(device: str) -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
         "waiting_threads": waiting_threads(),
+        "cpp": None if device.startswith("cuda") else hasattr(torch.ops.draft_heads, "skinny_matmul"),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -205,6 +205,8 @@ def target_sentence(report: dict[str, Any]) -> str:
     threads = f"{machine['threads']} threads that {machine['waiting_threads']} while they wait"
     place = machine["accelerator"] or ("1 thread" if machine["threads"] == 1 else threads)
     precision = f"{target['dtype']} on {target['device']}"
+    shared = " and ".join(map(str, report["settings"].get("processes", [1])))
+    place += "" if shared == "1" else f", {shared} processes"
     return f"Target `{target['path']}`, {target['parameters']:,} parameters, {precision}, {place}."
 
 

@@ -47,8 +47,8 @@ def sample_answers(
                     next token's bytes too
     sources         of each token, an index into `source_names`; -1: the base token, the target's own
     accept_lengths  tokens of each step, as in `Generation`
-    measured_steps  steps that the measured run took for these tokens; more or fewer than `accept_lengths` has where the
-                    drafter had learnt from the texts by the second decoding
+    measured_steps  steps of the measured run that began within these tokens; more or fewer than `accept_lengths` has
+                    where the drafter had learnt from the texts by the second decoding
     trees           for each step None, or the `texts`, `parents` (-1: the base token before the step) and `sources` of
                     the drafted nodes and the nodes `accepted`; None for an engine whose trees cannot be recorded and
                     where the second decoding gave other tokens
@@ -86,7 +86,8 @@ def sample_answer(
         again, trees = decode_again(engine, turn.prompt, settings, most_tokens)
     elif isinstance(engine, BatchEngine):
         again, trees = decode_in_first_slot(engine, turn.prompt, settings, most_tokens)
-    shown = again if again.tokens == measured.tokens else measured
+    shown = again if again.tokens == turn.generation.tokens[: len(again.tokens)] else measured
+    began = accumulate(turn.generation.accept_lengths, initial=0)
     nodes: list[Tree | None] | None = None
     if trees and shown is again:
         starts = accumulate(shown.accept_lengths, initial=0)
@@ -100,7 +101,7 @@ def sample_answer(
         "texts": token_texts(shown.tokens, partial(unstripped_text, target)),
         "sources": shown.sources if len(shown.sources) == len(shown.tokens) else [-1] * len(shown.tokens),
         "accept_lengths": shown.accept_lengths,
-        "measured_steps": measured.target_steps,
+        "measured_steps": sum(start < len(shown.tokens) for start in began),
         "trees": nodes,
     }
 

@@ -190,3 +190,5 @@ def test_the_command_of_a_report_is_one_to_be_typed_again(monkeypatch, name, tol
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
     monkeypatch.setattr(sys, "argv", ["scripts/evaluate.py", "--output", "a b"])
     assert own_command() == told
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # as torchrun and accelerate launch set it
+    assert own_command() == told.replace("python", "torchrun --nproc_per_node 4", 1)

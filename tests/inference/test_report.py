@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -156,6 +157,12 @@ def test_report_md_lists_settings_versions_and_command_in_a_table(evaluation):
         assert line in lines[start:]
     assert not any(line.startswith("| limit") for line in lines)  # it was not set
     assert max(map(len, lines)) < 400
+
+
+def test_processes_that_shared_a_machine_are_told(evaluation, report):
+    assert report["settings"]["processes"] == [1] and "processes." not in markdown(report)
+    shared = markdown(build_report(replace(evaluation, processes=[1, 8]), TARGET, SETTINGS, 0))  # resumed with more
+    assert ", 1 and 8 processes." in shared and "| processes | 1 8 |" in shared
 
 
 def test_paths_below_the_working_directory_are_relative(tmp_path, monkeypatch, evaluation):

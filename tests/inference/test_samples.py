@@ -84,6 +84,17 @@ def test_a_long_answer_is_cut_after_whole_steps(target, decoded):
     assert whole_steps(answer, 5).accept_lengths == [1, 3, 1]
 
 
+def test_trees_are_shown_of_a_drafter_that_takes_other_steps_since_it_has_learnt(target, decoded):
+    """Its last whole step within the most tokens ends elsewhere than the measured run's."""
+    evaluation, engines = decoded
+    turn = next(turn for turn in evaluation.records if (turn.drafter, turn.question_id) == ("ngram", 7))
+    one_by_one = replace(turn.generation, accept_lengths=[1, 6, *[1] * (len(turn.generation.tokens) - 7)])
+    slower = replace(evaluation, records=[replace(turn, generation=one_by_one)])
+    usual, whole = (sample_answers(slower, engines, target, SETTINGS, most)[0] for most in (5, 40))
+    assert len(usual["trees"]) == len(usual["accept_lengths"]) and 1 < len(usual["texts"]) <= 5
+    assert (usual["measured_steps"], whole["measured_steps"]) == (2, one_by_one.target_steps)
+
+
 def test_a_measured_answer_with_other_tokens_is_shown_without_trees(target, decoded):
     evaluation, engines = decoded
     changed = []

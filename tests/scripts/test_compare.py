@@ -218,6 +218,10 @@ def test_another_target_is_refused_unless_asked_for(folders, capsys, tmp_path):
         "| target | models/stub | models/other |"
         in output_of([folders[0], str(tmp_path / "c"), "--any_target"], capsys).out
     )
+    again = {**TARGET, "fingerprint": {**FINGERPRINT, "weights": "xyz"}}  # trained again in place
+    write_json(tmp_path / "c" / "report.json", report_of(again))
+    assert "c models/stub (1,234,567 parameters), of another weights; compare" in refusal(both, capsys)
+    assert "| target weights | abc | xyz |" in output_of([*both, "--any_target"], capsys).out
     moved = {**TARGET, "path": "elsewhere/stub"}  # the same weights in another folder
     write_json(tmp_path / "c" / "report.json", report_of(moved))
     assert "| target | models/stub | elsewhere/stub |" in output_of(both, capsys).out

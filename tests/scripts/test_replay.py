@@ -1,8 +1,11 @@
 """`scripts/replay.py` from its command line, on the embedded target's tokenizer."""
 
 import json
+import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from draft_heads.data.text.chat_template import load_chat_tokenizer
 from draft_heads.inference.evaluation.comparison import differences, read_reports
@@ -189,6 +192,20 @@ def test_with_the_target_heads_take_the_steps_of_decoding(tmp_path):
     ]
     assert steps[1] == {name: row for name, row in steps[0].items() if name != "vanilla"}
     assert (replayed["settings"]["target"], replayed["settings"]["not_greedy"]) == (trained, "")
+    told = {key: replayed["settings"][key] for key in ("dtype", "device")}
+    assert told == {key: decoded["target"][key] for key in told} == {"dtype": "float32", "device": "cpu"}
+    save = AutoModelForCausalLM.from_pretrained(trained)
+    with torch.no_grad():
+        save.lm_head.weight.mul_(2)  # trained again in place: the same answers, of other weights
+    shutil.copytree(trained, tmp_path / "target")
+    again = ["--drafters", "ngram", "--answers", answers, "--questions", questions]
+    again = ["--target", str(tmp_path / "target"), *again, "--output"]
+    assert replay.main([*again, str(tmp_path / "before")]) == 0
+    save.save_pretrained(tmp_path / "target")
+    assert replay.main([*again, str(tmp_path / "after")]) == 0
+    assert [row[0] for row in differences(read_reports([tmp_path / "before", tmp_path / "after"])).rows] == [
+        "target_checksum"
+    ]
 
 
 def test_unanswerable_ids_broken_answers_and_finished_folders_are_refused(command, tmp_path, capsys):
