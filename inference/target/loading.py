@@ -104,24 +104,29 @@ def target_tokenizer(path: str, chat_template: str | None, adapter: str | None) 
 
 def _adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str) -> PreTrainedTokenizerBase:
     """A target's tokenizer with the chat template that its adapter comes with, as it was trained on that one; the
-    adapter's own where its template writes other tokens: some that it adds, another beginning or end of texts. A line
-    says what is taken. ValueError for what is no folder or hub id."""
+    adapter's own where it has other tokens (some that it adds, but for one to pad with) or where its template writes
+    other ones (another beginning or end of texts). A line says what is taken. ValueError for what is no folder or hub
+    id."""
     check_folder_or_hub_id("--target_adapter", adapter)
     if cached_file(adapter, "tokenizer_config.json", **MAY_BE_MISSING) is None:
         return tokenizer
     own = load_tokenizer(adapter, option="--target_adapter")
-    if not own.chat_template:
-        return tokenizer
-    known, written = tokenizer.get_added_vocab(), template_source(own)
-    added = any(known.get(token) != place and token in written for token, place in own.get_added_vocab().items())
-    if added or (own.bos_token, own.eos_token) != (tokenizer.bos_token, tokenizer.eos_token):
-        taken, chosen = "tokens and a chat template", own
-    elif own.chat_template != tokenizer.chat_template:
-        taken, chosen = "a chat template", tokenizer
-        tokenizer.chat_template = own.chat_template
+    written = template_source(own) if own.chat_template else ""
+    ends_differ = written and (own.bos_token, own.eos_token) != (tokenizer.bos_token, tokenizer.eos_token)
+    known, entries = tokenizer.get_added_vocab(), tokenizer.get_vocab()
+    added = any(
+        known.get(token) != place if token in written else entries.get(token) != place and token != own.pad_token
+        for token, place in own.get_added_vocab().items()
+    )
+    own.chat_template = own.chat_template or tokenizer.chat_template
+    taken = ["a chat template"] if own.chat_template != tokenizer.chat_template else []
+    if added or ends_differ:
+        taken, chosen = ["tokens", *taken], own
+    elif taken:
+        chosen, tokenizer.chat_template = tokenizer, own.chat_template
     else:
         return tokenizer
-    logger.info(f"--target_adapter {adapter} comes with {taken}: taken in place of the target's own")
+    logger.info(f"--target_adapter {adapter} comes with {' and '.join(taken)}: taken in place of the target's own")
     return chosen
 
 
@@ -141,15 +146,16 @@ def _unshare(adapted: nn.Module) -> None:
 
 def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
     """The model with a PEFT adapter merged into it, and the hashes of both before that."""
-    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
+    from peft import PeftModel
 
     check_folder_or_hub_id("--target_adapter", adapter)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")  # which then have no effect
             adapted = PeftModel.from_pretrained(model, adapter)
-        own = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        unread = [name for name in load_peft_weights(adapter, device="cpu") if "lora_" in name and name not in own]
+        # again, for what it does not find a place for, under the names of today; embeddings may be in a file twice
+        unread = adapted.load_adapter(adapter, "default", torch_device="cpu").unexpected_keys
+        unread = [name for name in unread if ".modules_to_save." not in name and ".token_adapter." not in name]
         hashes = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
         _unshare(adapted)
         merged = adapted.merge_and_unload()

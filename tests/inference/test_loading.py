@@ -4,9 +4,16 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LNTuningConfig, LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from draft_heads.inference.evaluation.hf_assisted import hf_engine
 from draft_heads.inference.target.target import Target
@@ -82,16 +89,68 @@ def test_an_adapter_of_another_model_is_refused(tmp_path, kept):
         pytest.fail(told) if Target.from_pretrained(base, device="cpu", adapter=adapter) else None
 
 
-def test_an_adapter_with_more_layers_than_the_target_is_refused(tmp_path):
-    """Those of its fourth layer would be dropped."""
+def of_a_fourth_layer(name):
+    return name.replace("layers.2", "layers.3") if "layers.2" in name else None
+
+
+def bias_of_keys(name):
+    return name.replace("q_proj.lora_A.weight", "k_proj.bias") if "layers.0" in name and "lora_A" in name else None
+
+
+MORE = {
+    "LoRA": (LoraConfig(r=4, target_modules=["q_proj"]), of_a_fourth_layer, r"layers\.3\S*lora_A\.weight, \S+"),
+    "LoHa": (LoHaConfig(r=4, target_modules=["q_proj"]), of_a_fourth_layer, r"layers\.3\S*hada_w1_a, .*"),
+    "norms": (LNTuningConfig(target_modules=["input_layernorm"]), of_a_fourth_layer, r"layers\.3\.input_layernorm\S*"),
+    "a bias": (LoraConfig(r=4, target_modules=["q_proj"]), bias_of_keys, r"layers\.0\.self_attn\.k_proj\.bias"),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_an_adapter_with_more_layers_than_the_target_is_refused(tmp_path, case):
+    """Those of its fourth layer, or biases of layers without one, would be dropped, whatever kind of adapter it is."""
+    config, added, told = MORE[case]
     base = save_base(tmp_path / "base", tied=False)
-    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(path)
-    more = {name.replace("layers.2", "layers.3"): one.clone() for name, one in tensors.items() if "layers.2" in name}
+    more = {name: one.clone() for old, one in tensors.items() if (name := added(old)) is not None}
     save_file(tensors | more, path)
-    with pytest.raises(ValueError, match=r"has base_model\.\S*layers\.3\S*lora_A\.weight, \S+ beside them; give"):
-        Target.from_pretrained(base, device="cpu", adapter=adapter)
+    with pytest.raises(ValueError, match=rf"has base_model\.\S*{told} beside them; give"):
+        Target.from_pretrained(base, device="cpu", adapter=str(tmp_path / "adapter"))
+
+
+@torch.no_grad()
+def test_an_adapter_from_before_its_layers_were_renamed_is_merged(tmp_path):
+    """Mixtral's router and experts were parts of `block_sparse_moe` up to transformers 4; PEFT finds their places."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(
+        **sizes, vocab_size=1024, num_hidden_layers=2, num_local_experts=4, eos_token_id=None, initializer_range=0.2
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained("tests/tiny_target").save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["gate"], lora_alpha=8)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    renamed = {name.replace("mlp.gate", "block_sparse_moe.gate"): one for name, one in load_file(path).items()}
+    save_file(renamed, path)
+    merged = Target.from_pretrained(base, torch.float32, "cpu", adapter=adapter).model.state_dict()
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    for layer in range(2):
+        a, b = (renamed[f"base_model.model.model.layers.{layer}.block_sparse_moe.gate.lora_{x}.weight"] for x in "AB")
+        name = f"model.layers.{layer}.mlp.gate.weight"
+        torch.testing.assert_close(merged[name], before[name] + 2 * b @ a)  # alpha 8 over rank 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": [3, 5]}])
+def test_an_adapter_whose_file_has_its_embedding_twice_is_merged(tmp_path, settings):
+    base = save_base(tmp_path / "base", tied=True)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"], **settings)
+    )
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    assert Target.from_pretrained(base, device="cpu", adapter=str(tmp_path / "adapter")).parameters > 0
 
 
 BROKEN = {

@@ -201,6 +201,35 @@ def test_the_tokens_that_an_adapters_template_writes_are_those_of_its_tokenizer(
     assert over in adapted.end_token_ids
 
 
+@pytest.mark.parametrize("templated", [True, False])
+@pytest.mark.parametrize("added, name, taken", [("<|tool|>", "additional", True), ("<|pad|>", "pad", False)])
+def test_tokens_that_an_adapter_adds_are_written_and_shown_where_no_template_has_them(
+    target, tmp_path, templated, added, name, taken
+):
+    """With the target's tokenizer a question would spell `<|tool|>` in pieces, and an answer would not show it. One to
+    pad with stands in no text: heads of the target go on fitting."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model.resize_token_embeddings(len(target.tokenizer) + 8)
+    model.save_pretrained(base)
+    tokenizer = copy.deepcopy(target.tokenizer)
+    tokenizer.save_pretrained(base)
+    get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj"])).save_pretrained(adapter)
+    place = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": added} if name == "pad" else {"additional_special_tokens": [added]})
+    tokenizer.chat_template = tokenizer.chat_template if templated else None
+    tokenizer.save_pretrained(adapter)
+    adapted = Target.from_pretrained(str(base), device="cpu", adapter=str(adapter))
+    question = adapted.renderer.prompt([{"role": "user", "content": f"Use {added} now."}])
+    pieces = target.renderer.prompt([{"role": "user", "content": f"Use {added} now."}])
+    assert (question.count(place) == 1) == taken and (question == pieces) == (not taken)
+    assert adapted.answer_text([place]) == (added if taken else "")
+    assert adapted.tokenizer.chat_template == target.tokenizer.chat_template
+
+
 def test_an_adapter_that_does_not_merge_into_weights_is_refused_in_a_sentence(tmp_path):
     from peft import PromptTuningConfig, get_peft_model
     from transformers import AutoModelForCausalLM
