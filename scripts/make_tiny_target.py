@@ -107,19 +107,21 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_corpus(options: argparse.Namespace) -> tuple[list[Placed], list[Placed]]:
-    """(training, unseen) conversations; of a user's dataset every 50th row is kept unseen."""
+    """(training, unseen) conversations; of a user's dataset every 50th first question is kept unseen, in all rows."""
     if options.dataset:
         loaded = read_conversations(
             options.dataset, options.split, options.skip_bad_rows, config=options.dataset_config
         )
         rows = [(row["place"], conversation_of(row)) for row in loaded.dataset]
-        if len(rows) < 2:
-            raise SystemExit(f"--dataset needs at least 2 conversations; {options.dataset} has {len(rows)}")
-        every = min(50, len(rows))
-        return [row for i, row in enumerate(rows) if i % every], rows[::every]
+        first: dict[str, Placed] = {}  # of the conversations that begin with the same question
+        for row in rows:
+            first.setdefault(row[1].opening, row)
+        if len(first) < 2:
+            raise SystemExit(f"--dataset needs 2 different first questions or more; {options.dataset} has {len(first)}")
+        unseen = dict(list(first.items())[:: min(50, len(first))])
+        return [row for row in rows if row[1].opening not in unseen], list(unseen.values())
     train = conversations(options.conversations, options.seed, "train")
-    unseen = conversations(options.questions, options.seed, "heldout")
-    return placed(train), placed(unseen)
+    return placed(train), placed(conversations(options.questions, options.seed, "heldout"))
 
 
 def placed(rows: list[dict]) -> list[Placed]:

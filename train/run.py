@@ -284,7 +284,7 @@ def provenance(
         "trained": _amount(trainer, trainer.train_dataset),
         "held_out": _amount(trainer, trainer.eval_dataset),
         "steps": trainer.steps,
-        "minutes": round(trainer.clock.elapsed, 2),
+        "minutes": round(trainer.minutes, 2),
         "metrics": metrics,
         "base_model": run.target if is_hub_id(run.target) else "",
         "target_licence": target_licence(run.target),

@@ -70,7 +70,6 @@ class DraftHeadTrainer(Trainer):
         self.sigterm = StopOnSigterm()
         self.final_metrics: dict[str, float] = {}
         self._metrics = LogMetrics()
-        self._evaluations: dict[int, dict[str, float]] = {}  # step → metrics of the held-out rows
         self._order: EpochSampler | None = None  # of the training rows
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # of this process's steps
         self._loss_before = 0.0  # sum of the losses of the steps before a resume
@@ -301,8 +300,6 @@ class DraftHeadTrainer(Trainer):
                 "is the target's own text; distil with --labels generate, or leave it out"
             )
         self._metrics.exclude(seconds)
-        if eval_dataset is None and metric_key_prefix == "eval":
-            self._evaluations[self.state.global_step] = named
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
@@ -320,14 +317,25 @@ class DraftHeadTrainer(Trainer):
         return copied.train(head.training)
 
     @property
-    def steps(self) -> int:
-        """Steps of the head as it is after training: of the best checkpoint, where transformers has loaded that."""
+    def _best(self) -> Path | None:
+        """The checkpoint whose head is exported, where that is not the last one: transformers has loaded it."""
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        return step_of(Path(best)) if best else int(self.state.global_step)
+        return Path(best) if best else None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the head as it is after training."""
+        return step_of(self._best) if self._best else int(self.state.global_step)
+
+    @property
+    def minutes(self) -> float:
+        """Minutes in which that head was trained."""
+        return float(read_marker(self._best)["minutes"]) if self._best else self.clock.elapsed
 
     def final_evaluation(self) -> dict[str, float]:
-        """`evaluate` after training, unless this step's head was evaluated while it trained."""
-        return self._evaluations.get(self.steps) or self.evaluate()
+        """`evaluate` after training, unless this step's head was evaluated while it trained, be it before a resume."""
+        known = [logs for logs in self.state.log_history if logs["step"] == self.steps and "eval_loss" in logs]
+        return {name: x for name, x in known[-1].items() if name.startswith("eval_")} if known else self.evaluate()
 
     def close_progress(self) -> None:
         """Leave the progress bar as it is; otherwise it is drawn once more when the process ends."""

@@ -22,6 +22,7 @@ from draft_heads.scripts.make_tiny_target import (
     batches,
     first_questions,
     greedy_answers,
+    load_corpus,
     make,
     measure,
     parse_options,
@@ -160,6 +161,21 @@ def test_dataset_and_tokenizer_make_a_draft_model_for_a_target(made, tmp_path, c
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["conversations"] == 58  # every 50th of 60 rows is kept unseen
     assert printed["unseen_loss"] == figures["unseen_loss"]
+
+
+def test_no_unseen_question_is_trained_on(tmp_path):
+    """120 questions, each answered by three models, as published rows of several models' answers have them."""
+    ask = lambda text: [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]  # noqa: E731
+    rows = [{"messages": ask(f"question {number % 120}")} for number in range(360)]
+    (tmp_path / "chats.json").write_text(json.dumps(rows))
+    given = ["--output", str(tmp_path / "out"), "--dataset", str(tmp_path / "chats.json")]
+    trained, unseen = load_corpus(parse_options(given))
+    asked = [[row.messages[0]["content"] for _, row in part] for part in (trained, unseen)]
+    assert asked[1] == ["question 0", "question 50", "question 100"]  # each once, however many have answered it
+    assert len(asked[0]) == 3 * 117 and not {*asked[0]} & {*asked[1]}
+    (tmp_path / "chats.json").write_text(json.dumps(rows[::120]))
+    with pytest.raises(SystemExit, match=r"2 different first questions or more; .*chats\.json has 1$"):
+        load_corpus(parse_options(given))
 
 
 def test_rows_that_the_chat_template_refuses_stop_or_are_left_out_and_named(embedded, capsys):

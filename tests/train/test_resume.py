@@ -157,11 +157,15 @@ def test_patience_ends_training_and_exports_the_best_checkpoint(dataset, tmp_pat
     provenance = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
     assert provenance["steps"] == 1 + measured.index(min(measured))
     assert provenance["metrics"]["eval_loss"] == pytest.approx(min(measured), rel=1e-3)
+    marker = tmp_path / "run" / f"checkpoint-{provenance['steps']}" / "complete.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"minutes": 7.5}))  # not those of the steps after it
     shutil.rmtree(tmp_path / "run" / "head")
     status, told = run(dataset, tmp_path / "run", *patient, kind="medusa")
     assert status == 0 and "resuming" in told, told
-    assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["steps"] == provenance["steps"]
-    assert losses(tmp_path / "run") and not re.findall(r"step \d+: loss", told)
+    again = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
+    assert again["steps"] == provenance["steps"] and again["minutes"] == 7.5
+    assert again["metrics"] == provenance["metrics"]
+    assert losses(tmp_path / "run") and not re.findall(r"step \d+: (?:held-out )?loss", told)  # nor by another step
 
 
 def test_the_best_checkpoint_is_exported_where_the_recipe_would_save_at_other_steps(dataset, tmp_path):
