@@ -64,10 +64,12 @@ def plain_ctc(
     lengths: Tensor,
     closed: Tensor,
     lm_bias: Tensor | None = None,
+    chunk_bytes: int | None = None,
     decay: float = 1.0,
+    accept: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """As `ctc_loss_fused`, on the log-softmax of all frames."""
-    assert decay == 1, "F.ctc_loss weighs no labels"
+    assert decay == 1 and not accept, "F.ctc_loss weighs no labels"
     blank = (frames @ blank_weight + blank_bias)[..., None]
     log_probs = torch.cat([F.linear(frames, lm_head, lm_bias), blank], -1).float().log_softmax(-1)
     return ctc_loss_reference(log_probs, labels, lengths, closed)
@@ -206,7 +208,7 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int:
 def peak_in_own_process(*flags: str, **environment: str) -> int:
     """Bytes that this script reports, called once more with `flags` beside its own, of which one is `--arm`."""
     command = [sys.executable, *sys.argv, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | environment)
     found: int = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
     return found
 

@@ -96,15 +96,17 @@ def own_engines(args: Any, target: Target) -> dict[str, OwnEngine]:
 
 
 def measure_own(engine: OwnEngine, prompts: list[list[int]], settings: GenerationSettings) -> list[dict[str, Any]]:
-    """What `measure` gives, of one text at a time."""
+    """What `measure` gives, of one text at a time; the acceptance length is that of later steps than the prefill, as
+    vLLM's."""
     engine.generate(prompts[0][::-1], endless(settings))
     if isinstance(engine, DecodingEngine):
         forget_all(engine.drafter)
     start = time.monotonic()
     answers = [engine.generate(prompt, settings) for prompt in prompts]
     seconds = time.monotonic() - start
-    tokens, steps = (sum(map(len, each)) for each in zip(*((a.tokens, a.accept_lengths) for a in answers)))
-    return [{"answers": [a.tokens for a in answers], "length": tokens / steps, "speed": tokens / seconds}]
+    accepted = [tokens - 1 for answer in answers for tokens in answer.accept_lengths[1:]]  # after the prefill
+    length, tokens = 1 + sum(accepted) / max(1, len(accepted)), sum(len(answer.tokens) for answer in answers)
+    return [{"answers": [answer.tokens for answer in answers], "length": length, "speed": tokens / seconds}]
 
 
 def main() -> None:

@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from draft_heads.heads import cross_entropy, ctc_loss
+from draft_heads.heads.checkpoint import HEADS
 from draft_heads.scripts.bench import train_step
 from tests.data.labels.distilling.distilled import run_distill
 from tests.tiny_chat import save_target, write_sharegpt
@@ -41,12 +43,25 @@ def test_what_is_replaced_comes_back():
     assert [getattr(module, name) for module, name in replaced] == before
 
 
-def test_both_ways_run_the_target_also_over_a_dataset_with_its_states(tmp_path):
-    target, source = save_target(tmp_path / "target"), write_sharegpt(tmp_path / "chat.json")
-    run_distill(target, source, str(tmp_path / "out"), hidden_states="float32")
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    target, source = save_target(folder / "target"), write_sharegpt(folder / "chat.json")
+    run_distill(target, source, str(folder / "out"), hidden_states="float32", target_layers=[1])
     sizes = {"rows": 2, "tokens_per_batch": 4096, "rows_per_batch": 1}
-    given = {"target": str(target), "dataset": str(tmp_path / "out"), "dtype": "float32", "device": "cpu"}
-    bench = train_step.Bench(SimpleNamespace(**given, **sizes), "medusa")
+    files = {"target": str(target), "dataset": str(folder / "out"), "dtype": "float32", "device": "cpu"}
+    return SimpleNamespace(**files, **sizes)
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_both_ways_have_the_same_loss_of_every_head(given, kind):
+    bench = train_step.Bench(given, kind)
+    ours, plain = (bench.pass_over(arm) for arm in train_step.ARMS)
+    assert ours > 0 and abs(ours / plain - 1) < 1e-4
+
+
+def test_both_ways_run_the_target_also_over_a_dataset_with_its_states(given):
+    bench = train_step.Bench(given, "medusa")
     forwards = []
     bench.target.decoder.register_forward_hook(lambda *given: forwards.append(given))
     for arm in train_step.ARMS:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.scripts.bench import vllm
 from draft_heads.scripts.checks.engines import (
     FAR,
@@ -77,6 +77,15 @@ def test_a_bench_has_rows_of_our_own_engine_beside_those_of_vllm():
     options.drafters = ["ngram,keep=1"]
     with pytest.raises(ValueError, match="keeps what it learned of them"):
         vllm.own_engines(options, target)
+
+
+def test_the_acceptance_length_of_our_own_rows_leaves_the_prefill_out_as_vllms_does():
+    answers = [Generation([5] * 9, [1, 3, 3, 2]), Generation([5], [1])]
+    given = iter([answers[0], *answers])  # the first to warm up
+    engine = SimpleNamespace(generate=lambda prompt, settings: next(given))
+    (alone,) = vllm.measure_own(engine, [[3], [4]], GenerationSettings(9))
+    counts = {"spec_decode_num_drafts": 3, "spec_decode_num_accepted_tokens": 2 + 2 + 1}
+    assert alone["length"] == acceptance_length(counts) == 1 + 5 / 3
 
 
 def vllm_stand_in(plain, found):
