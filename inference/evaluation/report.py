@@ -57,6 +57,7 @@ def build_report(
         results = [without_shared_seconds(row) for row in results]
     if target is not None:
         settings = {**settings, "plain_loop": plain_loop(evaluation), "processes": list(evaluation.processes)}
+    machine = environment((target or settings).get("device", "cpu"))
     return {
         "target": relative_paths(target),
         "settings": relative_paths(settings),
@@ -66,7 +67,7 @@ def build_report(
         "options": relative_paths(evaluation.options),
         "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
-        "environment": environment((target or settings).get("device", "cpu")),
+        "environment": machine if target else machine | {"cpp": None},  # which changes the time, that a replay has not
         "samples": list(samples),
     }
 
