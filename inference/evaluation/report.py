@@ -77,7 +77,7 @@ def environment(device: str) -> dict[str, Any]:
     project's C++ runs, which needs a compiler."""
     return {
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers")},
+        **{name: version(name) for name in ("draft-heads", "torch", "transformers")},
         "machine": platform.machine(),
         "processor": _processor(),
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,

@@ -2,7 +2,9 @@
 
 import io
 import json
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -63,6 +65,8 @@ def test_the_report_is_json_with_the_agreed_keys(report):
     report = json.loads(json.dumps(report, allow_nan=False))
     assert {"target", "settings", "results", "findings", "environment"} <= set(report)
     assert {"torch", "transformers", "python", "threads"} <= set(report["environment"])
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert report["environment"][project["name"]] == project["version"]
     for row in report["results"]:
         assert set(row) == ROW_KEYS
         counts = row["lossless"]
