@@ -21,6 +21,7 @@ from typing import Any
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
+from draft_heads.data.common.files import checksum
 from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.evaluation.answer_files import (
     Answer,
@@ -208,7 +209,11 @@ def run(arguments: list[str] | None) -> None:
     print(format_table(score_answers(answers, baseline, asked, options.run_code)))
     if options.json:
         rows = report_rows(answers, baseline, asked, options.run_code, options.seed or 0, options.answers.stem)
-        write_json(options.json, {"results": rows})
+        files = {"answers": options.answers, "baseline": options.baseline}
+        settings = {name: file.name for name, file in files.items()}
+        settings |= {f"{name}_checksum": checksum(file) for name, file in files.items()} | {"seed": options.seed or 0}
+        settings["questions"] = Path(options.questions).name if options.questions else None
+        write_json(options.json, {"settings": settings, "results": rows})
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ import platform
 import re
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ def build_report(
         results = [without_shared_seconds(row) for row in results]
     if target is not None:
         settings = {**settings, "plain_loop": plain_loop(evaluation), "processes": list(evaluation.processes)}
+    machine = environment((target or settings).get("device", "cpu"))
     return {
         "target": relative_paths(target),
         "settings": relative_paths(settings),
@@ -66,9 +67,17 @@ def build_report(
         "options": relative_paths(evaluation.options),
         "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
-        "environment": environment((target or settings).get("device", "cpu")),
+        "environment": machine if target else machine | {"cpp": None},  # which changes the time, that a replay has not
         "samples": list(samples),
     }
+
+
+def _version(package: str) -> str | None:
+    """Its installed version; None for a checkout of this project that runs without being installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -76,7 +85,7 @@ def environment(device: str) -> dict[str, Any]:
     project's C++ runs, which needs a compiler."""
     return {
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers")},
+        **{name: _version(name) for name in ("draft-heads", "torch", "transformers")},
         "machine": platform.machine(),
         "processor": _processor(),
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,

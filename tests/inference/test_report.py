@@ -1,8 +1,11 @@
 """The report folder: what is in it, what its files say, and how its answers are read back."""
 
+import importlib.metadata
 import io
 import json
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +19,7 @@ from draft_heads.inference.evaluation.report import (
     build_report,
     check_output,
     clear_output,
+    environment,
     markdown,
     write_json,
     write_report,
@@ -59,10 +63,25 @@ def report(evaluation):
     return build_report(evaluation, TARGET, SETTINGS, seed=0)
 
 
+def test_a_checkout_that_is_not_installed_has_no_version(monkeypatch):
+    real = importlib.metadata.distribution
+
+    def distribution(name):
+        if name == "draft-heads":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    found = environment("cpu")
+    assert found["draft-heads"] is None and found["torch"]
+
+
 def test_the_report_is_json_with_the_agreed_keys(report):
     report = json.loads(json.dumps(report, allow_nan=False))
     assert {"target", "settings", "results", "findings", "environment"} <= set(report)
     assert {"torch", "transformers", "python", "threads"} <= set(report["environment"])
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert report["environment"][project["name"]] == project["version"]
     for row in report["results"]:
         assert set(row) == ROW_KEYS
         counts = row["lossless"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from draft_heads.inference.evaluation import metrics
-from draft_heads.inference.evaluation.comparison import csv_text, read_report
+from draft_heads.inference.evaluation.comparison import csv_text, differences, read_report, read_reports
 from draft_heads.scripts import evaluate, score_answers
 
 
@@ -288,3 +288,13 @@ def test_steps_that_do_not_add_up_are_an_error(files, tmp_path, capsys):
     assert "decoding_steps (2; the prefill accepts no drafts) and new_tokens (4); got 2 and 1 steps of 3 tokens" in (
         capsys.readouterr().err
     )
+
+
+def test_rows_of_other_files_are_no_rows_of_the_same_settings(files, tmp_path):
+    slower = [row(1, ["same", "text"], [10, 20], [6.0, 9.0], idxs=[9, 19]), BASELINE[0]]
+    (tmp_path / "new").mkdir()
+    other = [*files[:3], write(tmp_path / "new" / "b.jsonl", slower)]
+    for name, given in (("one", files), ("two", other), ("again", files)):
+        assert score_answers.main([*given, "--json", str(tmp_path / f"{name}.json")]) == 0
+    told = [read_reports([tmp_path / "one.json", tmp_path / f"{name}.json"]) for name in ("two", "again")]
+    assert [[key for key, *_ in differences(reports).rows] for reports in told] == [["baseline_checksum"], []]
