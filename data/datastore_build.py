@@ -131,7 +131,7 @@ def _conversation_tokens(
     renderer = ChatRenderer(tokenizer)
 
     def text_of_row(messages: Messages, extra: Extra) -> str:
-        return renderer.checked_text(messages, extra=extra)
+        return renderer.checked_text(renderer.answered(messages, extra), extra=extra)
 
     for first in range(0, len(rows), _BATCH):
         progress("conversations", first, len(rows))

@@ -133,7 +133,7 @@ class ChatRenderer(ChatText):
         """
         if all(message.get("trained") is False for message in messages if message["role"] == "assistant"):
             raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
-        messages = self._answered(messages, extra)
+        messages = self.answered(messages, extra)
         text = self.checked_text(messages, extra=extra)
         self._check_answers(text, messages, extra)
         whole = _Rendering(messages, extra, text, *self._encode(text))
@@ -161,14 +161,14 @@ class ChatRenderer(ChatText):
 
     def shortened(self, messages: Messages, extra: Extra = None) -> int:
         """How many trained answers to earlier questions the template renders without a part, as their thoughts."""
-        messages = self._answered(messages, extra)
+        messages = self.answered(messages, extra)
         last = _last_question(messages)
         earlier = [messages[number] for number, _ in _answers(messages) if number < last]
         shown = _packed(self.text(messages, extra=extra)) if earlier else ""
         texts = [[one[key] for key in one.keys() - _NO_PART if isinstance(one[key], str)] for one in earlier]
         return sum(any(_packed(text) not in shown for text in parts) for parts in texts)
 
-    def _answered(self, messages: Messages, extra: Extra) -> Messages:
+    def answered(self, messages: Messages, extra: Extra = None) -> Messages:
         """The messages without a question at the end for whose sake the template renders those before it otherwise;
         ConversationError, as `checked_text`, where it leaves something of those out."""
         if messages[-1]["role"] != "user":

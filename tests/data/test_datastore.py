@@ -162,6 +162,21 @@ def test_a_conversation_that_the_template_refuses_is_named_or_left_out(tmp_path,
     assert Datastore.open(tmp_path / "out").manifest["conversations"] == 2
 
 
+def test_a_question_without_an_answer_takes_no_thoughts_out_of_the_answer_before(tmp_path, source):
+    tokenizer = load_chat_tokenizer(TINY)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|user|>' + m.content if m.role == 'user' else '<|assistant|>' + "
+        "(m.content if loop.last else m.content.split('</think>')[-1]) + eos_token }}{% endfor %}"
+    )
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Greet.</think>Hello."}]
+    stored = []
+    for more in ([], [{"from": "human", "value": "Why?"}]):
+        source.write_text(json.dumps([{"conversations": [*turns, *more]}]))
+        build_datastore(str(source), tokenizer, tmp_path / f"{len(more)}")
+        stored.append(Datastore.open(tmp_path / f"{len(more)}").tokens.tolist()[:-1])  # without the separator
+    assert stored[0] == stored[1] == tokenizer("<|user|>Hi<|assistant|>Greet.</think>Hello.</s>")["input_ids"]
+
+
 def test_bad_rows_are_trimmed_and_listed_as_distillation_does(tmp_path, source, capsys):
     source.write_text(json.dumps(rows(3)))
     sound = build_datastore(str(source), load_chat_tokenizer(TINY), tmp_path / "sound")

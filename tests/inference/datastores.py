@@ -47,6 +47,9 @@ class StubRenderer:
     def sound_part(self, messages, skip_bad_rows, extra):
         return messages, None
 
+    def answered(self, messages, extra):
+        return messages
+
     def checked_text(self, messages, extra):
         return messages[0]["content"]
 
