@@ -1,7 +1,7 @@
 """What a report must say of drafters that carry something from question to question (`Drafter.carries_over`).
 
-Their β depends on how the questions were split, by kills, processes and sequences decoded together, as each drafter
-begins with nothing, and on questions that were asked before.
+Their β, or their speed, depends on how the questions were split, by kills, processes and sequences decoded together,
+as each drafter begins with nothing, and on questions that were asked before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def carried_over(
                 text = record.prompt, tuple(record.generation.tokens)
                 repeated[record.benchmark] = repeated.get(record.benchmark, 0) + (text in seen)
                 seen.add(text)
-        found[name] = {"runs": runs, "drafters_per_run": len(alike) * alike[0].slots, "repeated_turns": repeated}
+        copies = len(alike) * (alike[0].slots if alike[0].kind == "hybrid" else 1)  # a head has one table for all slots
+        found[name] = {"runs": runs, "drafters_per_run": copies, "repeated_turns": repeated}
     return found
 
 
@@ -55,5 +56,6 @@ def notes(carried: Mapping[str, Mapping[str, Any]]) -> list[str]:
     sentences = []
     for (begun, known), names in sharing.items():
         who = f"{names[0]} learns" if len(names) == 1 else f"{', '.join(names)}: each learns"
-        sentences.append(f"{who} from question to question, so its β depends on those before: here {begun}.{known}")
+        why = "from question to question, so its β or its speed depends on those before"
+        sentences.append(f"{who} {why}: here {begun}.{known}")
     return sentences

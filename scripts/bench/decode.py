@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draft_heads.configs.options import check_read
 from draft_heads.configs.recipes import SHAPES
 from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.processes import own_device
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
@@ -90,9 +91,16 @@ def check_forgets(drafters: Mapping[str, Drafter]) -> None:
             )
 
 
+def one_device(name: str | None) -> torch.device:
+    """That of a bench, by default cuda if present; ValueError for one that torch does not see, and for several."""
+    if name == "auto":
+        raise ValueError("this bench runs on one device; got --device auto; name one, or leave it out")
+    return torch.device(own_device(name) or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def random_target(options: argparse.Namespace) -> Target:
     """A Llama of a published shape, its weights random: for speeds only."""
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = one_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     shape = SHAPES[options.shape] | ({"num_hidden_layers": options.layers} if options.layers else {})
     # weights as small as a wide model's: larger ones make its logits noisier in half precision than a trained one's

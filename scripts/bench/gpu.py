@@ -50,6 +50,7 @@ from draft_heads.scripts.bench.decode import (
     ScriptedAcceptance,
     generating,
     in_turn,
+    one_device,
     prompts,
     random_target,
     ratio,
@@ -327,7 +328,7 @@ def run() -> bool:
     add_threads(parser)
     args = parser.parse_args()
     args.attention = "auto"
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = one_device(args.device)
     parts = Parts(args.output, device, args.seconds)
     wrong = check_answers(parts, args, device)
     for shape in args.shapes:

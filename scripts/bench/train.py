@@ -28,7 +28,7 @@ from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.cross_entropy import linear_cross_entropy, soft_cross_entropy
 from draft_heads.heads.ctc_loss import ctc_loss_fused
-from draft_heads.scripts.bench.decode import in_turn
+from draft_heads.scripts.bench.decode import in_turn, one_device
 from draft_heads.scripts.bench.train_step import (
     peak_in_own_process,
     peak_memory,
@@ -90,7 +90,7 @@ def make_arms(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, Cal
     """For each arm a function that runs one forward and backward pass and returns the loss."""
     inputs, *ways = LOSSES[loss]
     torch.manual_seed(0)
-    with torch.device(args.device):
+    with args.device:
         trained, given = inputs(args, hidden)
 
     def run(way: Callable[..., Tensor]) -> float:
@@ -107,7 +107,7 @@ def bench_loss(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, ob
     """Peak bytes and median seconds of both arms at one hidden size, and their ratios; the row is printed too."""
     same = ("--loss", loss, "--hidden", str(hidden))
     peaks = {arm: peak_in_own_process("--arm", arm, *same, **GIVES_BACK) for arm in ARMS}
-    arms, device = make_arms(loss, args, hidden), torch.device(args.device)
+    arms, device = make_arms(loss, args, hidden), args.device
     assert abs(arms["chunked"]() / arms["plain"]() - 1) < 1e-4, "both ways compute one loss"
     seconds = in_turn(arms, args.repeats, device)
     ratios = [ours / plain for ours, plain in zip(seconds["chunked"], seconds["plain"])]
@@ -133,21 +133,23 @@ def run() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
     add_threads(parser)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="default: cuda if present")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     args = parse_with_config(parser, None, ())
     check_positive(args, "windows", "frames", "labels", "vocab", "repeats", "hidden")
     use_threads(args.threads)
+    args.device = one_device(args.device)
+    on_gpu = args.device.type == "cuda"
     if args.arm:
         work = make_arms(args.loss[0], args, args.hidden[0])[args.arm]
-        print(json.dumps({"peak_bytes": peak_memory(work, torch.device(args.device))}))
+        print(json.dumps({"peak_bytes": peak_memory(work, args.device)}))
         return
     if args.loss is None:
         parser.error("nothing to measure: add --loss")
     result = {
         "benchmark": "loss",
         "machine": platform.machine(),
-        "processor": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu",
+        "processor": torch.cuda.get_device_name(args.device) if on_gpu else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **{name: getattr(args, name) for name in ("windows", "frames", "labels", "vocab")},

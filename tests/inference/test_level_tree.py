@@ -7,6 +7,10 @@ import torch
 
 from draft_heads.inference.drafters.heads.chimera import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import best_indices, grow_tree
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
+from tests.inference.models import load_target, make_head
 from tests.inference.trees import check_tree, only
 
 V, K = 4, 3
@@ -119,3 +123,22 @@ def test_more_k_grams_than_entries_in_one_lookup():
     for _ in range(2):
         assert torch.equal(cache.lookup(grams, encode), encode(grams))
     assert cache.misses == 10 and cache.hits + cache.reloads == 10 and len(cache.table) == 3
+
+
+def test_of_the_text_only_its_own_k_grams_are_looked_up():
+    """A step commits fewer tokens than it has rows: the others repeat the last token, and no k-gram has it twice."""
+    target, prompt, looked = load_target("llama", torch.float64), [7, 9, 7, 9, 8], []
+    drafter = drafter_for(make_head(target, "chimera"), target, 8, kgram_cache=500)
+    order, read, lookup = drafter.head.config.order, drafter.read, drafter.cache.lookup
+
+    def watched(step, texts):
+        drafter.cache.lookup = lambda grams, encode: (looked.extend(grams[0].tolist()), lookup(grams, encode))[1]
+        found = read(step, texts)
+        drafter.cache.lookup = lookup
+        return found
+
+    drafter.read = watched
+    answer = DecodingEngine(target, drafter).generate(prompt, GenerationSettings(20, ()))
+    text = [-1] * (order - 1) + prompt + answer.tokens
+    own = {tuple(text[start : start + order]) for start in range(len(text) - order + 1)}
+    assert len(set(map(tuple, looked))) > 1 and set(map(tuple, looked)) <= own

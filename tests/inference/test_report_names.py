@@ -153,6 +153,10 @@ def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
         of_hybrid = carried_over({"learns": [drafter]}, found.records)
         assert of_hybrid == {"learns": {**facts, "repeated_turns": repeated}}
         assert ("a known text" in notes(of_hybrid)[0]) == bool(repeated)
+    for kind, copies in ((ChimeraDrafter.kind, 1), (HybridDrafter.kind, 4)):  # one table of k-grams; counts for each
+        of_batch = carried_over({"learns": [StubDrafter(carries_over=True, kind=kind, slots=4)]}, found.records)
+        assert of_batch["learns"]["drafters_per_run"] == copies
+    assert "so its β or its speed depends on those before" in note  # that of Chimera's k-grams is the same
     report = build_report(found, TARGET, SETTINGS, 0)
     assert report["carried_over"] == found.carried_over
     assert note in markdown(report) and note in " ".join(printed(report, tmp_path).split())

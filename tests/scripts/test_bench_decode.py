@@ -48,6 +48,8 @@ def test_it_reports_every_ratio(monkeypatch, capsys):
         (["--target", "tests/tiny_target", "--layers", "2"], "--layers has no effect without --shape"),
         (["--target", "tests/tiny_target", "--heads", "ctc"], "--heads has no effect without --scripted"),
         (["--shape", "7b", "--chat_template", "vicuna"], "--chat_template has no effect with --shape"),
+        (["--shape", "7b", "--device", "auto"], "this bench runs on one device; got --device auto"),
+        (["--shape", "7b", "--device", "gpu"], "--device must be one that torch sees; got gpu"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, flags, told):

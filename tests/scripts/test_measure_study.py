@@ -75,7 +75,7 @@ def test_what_a_drafter_learned_on_one_benchmark_does_not_count_on_another(tmp_p
         out = tmp_path / f"out{len(named)}"
         found[named] = measure_study.measure(read_study(str(study)), inputs, out)
     measure_study.write_study(read_study(str(study)), found[named], inputs, out, False)
-    note = "learns from question to question, so its β depends on those before: here one drafter answered all questions"
+    note = "so its β or its speed depends on those before: here one drafter answered all questions"
     assert (out / "study.md").read_text().count(note) == 1  # the same of both benchmarks
     (alone,), (_, after) = (values.values() for values in found.values())
     assert after == alone  # `first` had the same questions

@@ -136,7 +136,7 @@ class ChimeraDrafter(HeadDrafter):
         head, recent = self.head, self._recent[texts]
         hidden = head.target_states(step.hidden, step.aux_hidden)
         text = torch.cat([recent, step.tokens], dim=1)
-        encoded = self._encode(text, step.tokens, texts)
+        encoded = self._encode(text, step, texts)
         both = torch.stack([encoded, hidden], dim=2).flatten(1, 2)
         rows = 2 * self.length[texts, None] + torch.arange(both.shape[1], device=hidden.device)
         keys_values = head.block.context_keys_values(both, self._rotation(rows // 2))
@@ -144,11 +144,15 @@ class ChimeraDrafter(HeadDrafter):
         recent.copy_(text.gather(1, step.count[:, None] + torch.arange(recent.shape[1], device=text.device)))
         return hidden[:, -1], step.base
 
-    def _encode(self, text: Tensor, tokens: Tensor, texts: slice) -> Tensor:
+    def _encode(self, text: Tensor, step: VerifiedStep, texts: slice) -> Tensor:
         """g [B, A, H] of the newly committed tokens."""
-        head, view = self.head, self.view
+        head, view, tokens = self.head, self.view, step.tokens
         if self._encoder is None:
-            return self._encode_grams(text.unfold(1, head.config.order, 1))
+            grams = text.unfold(1, head.config.order, 1)
+            if self.cache is not None:  # rows that repeat the last token have its k-gram
+                row = torch.arange(grams.shape[1], device=grams.device)
+                grams = rows_at(grams, row.minimum(step.count[:, None] - 1).clamp(min=0))
+            return self._encode_grams(grams)
         places, states = self._places(tokens, texts), view.embed(tokens).to(head.dtype)
         attend = self._encoder.of(texts).entering(places, causal=True)
         encoded: Tensor = head.encoder(states, self._rotation(places), attend)
