@@ -86,7 +86,6 @@ class Target:
         self.tokenizer = tokenizer
         self.adapter = adapter
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
-        TARGET_OF[id(model)] = self
         self.runs = runs
         self.changes = 0  # how often the model was found to have other weights (`refresh`)
         self._drafted_below = 0  # 0: all rows of the LM head are chosen from
@@ -98,6 +97,7 @@ class Target:
             sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
         self._try_out()
         self.seen = None if self.split or not runs else WeightsSeen(model)
+        TARGET_OF[id(model)] = self  # whole
 
     def _take_parts(self) -> None:
         """The decoder, embedding and LM head, the last two whole where the model is split among processes."""

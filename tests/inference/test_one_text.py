@@ -5,6 +5,7 @@ from threading import Thread
 import pytest
 import torch
 
+from draft_heads.inference import generate
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
@@ -12,7 +13,8 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 from draft_heads.inference.target import probe
-from tests.inference.models import load_target, make_drafter
+from draft_heads.inference.target.target import Target
+from tests.inference.models import RANDOM_TARGETS, load_target, make_drafter
 
 PROMPT = list(range(3, 40))
 
@@ -62,14 +64,26 @@ def test_a_drafter_that_another_engine_began_with_ends_the_first_text_unless_it_
     assert len(ended.tokens) == 24
 
 
-def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried(monkeypatch):
+@pytest.mark.parametrize("way", ["engine", "generate"])
+def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried(monkeypatch, way):
     """A target is tried with a shorter window, in which the other answer would be another text."""
-    target, settings = load_target("mistral", torch.float64), GenerationSettings(24, ())
-    answer = Oracle(target, settings).answer(PROMPT)
-    answers, own = [], probe._compare_texts
+    settings = GenerationSettings(24, ())
+    if way == "engine":
+        target = load_target("mistral", torch.float64)
+        answer = Oracle(target, settings).answer(PROMPT)
+    else:
+        model, ids = RANDOM_TARGETS["mistral"]().double(), torch.tensor([PROMPT])
+        asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        answer = model.generate(ids, **asked)[0, len(PROMPT) :].tolist()
+    answers, made, own = [], [], probe._compare_texts
+    monkeypatch.setattr(generate, "Target", lambda model: made.append(Target(model)) or made[-1])
 
     def decode():
-        answers.append(DecodingEngine(target, VanillaDrafter()).generate(PROMPT, settings).tokens)
+        if way == "engine":
+            answers.append(DecodingEngine(target, VanillaDrafter()).generate(PROMPT, settings).tokens)
+        else:
+            text = model.generate(ids, **asked, custom_generate=generate.generate_fn(VanillaDrafter()))
+            answers.append(text[0, len(PROMPT) :].tolist())
 
     second = Thread(target=decode)
 
@@ -82,7 +96,7 @@ def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried
     monkeypatch.setattr(probe, "_compare_texts", compare)
     decode()
     second.join()
-    assert second.ident and answers == [answer] * 2
+    assert second.ident and answers == [answer] * 2 and len(made) == (way == "generate")
 
 
 def test_the_outputs_of_layers_are_those_of_its_own_threads_forward():
