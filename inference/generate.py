@@ -37,7 +37,7 @@ from draft_heads.inference.generate_arguments import (
 )
 from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.processors import of_the_text
-from draft_heads.inference.target.target import TARGET_OF, Target
+from draft_heads.inference.target.target import TARGET_OF, TRYING, Target
 
 _WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
@@ -69,7 +69,8 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         prompts = [ids[skip:].tolist() for ids, skip in zip(input_ids, padding)]
         with _evaluation_mode(model):
             if id(model) not in engines:
-                engines[id(model)] = DecodingEngine(TARGET_OF.get(id(model)) or Target(model), drafter)
+                with TRYING:  # another thread may be making its target
+                    engines[id(model)] = DecodingEngine(TARGET_OF.get(id(model)) or Target(model), drafter)
             engine, most = engines[id(model)], generation_config.max_length - input_ids.shape[1]
 
             def answer(row: int, most: int, stop: Callable[[list[int]], int | None] | None) -> list[int]:

@@ -44,13 +44,14 @@ def is_recurrent(model: Any, config: Any) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """What was laid on a module's forward, but for two hooks of transformers that change no output: what records them
-    from the first `output_hidden_states=True` on, and what `enable_input_require_grads` lays on embeddings."""
+    """What was laid on a module's forward, but for hooks that change no output: transformers' that record them from the
+    first `output_hidden_states=True` on, what `enable_input_require_grads` lays on embeddings, and our own."""
     return [
         hook
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if getattr(hook, "__module__", "") != output_capturing.__name__
         and not getattr(hook, "__qualname__", "").endswith("make_inputs_require_grads")
+        and not getattr(hook, "__qualname__", "").startswith("ModuleDecoder.")
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -41,11 +42,13 @@ class ModuleDecoder:
 
     @contextmanager
     def _capture_outputs(self, target_layers: Sequence[int], device: torch.device) -> Iterator[list[Tensor]]:
-        """Collects the outputs of layers on a device, in their order, while the decoder runs."""
+        """Collects the outputs of layers on a device, in their order, while the decoder runs in this thread."""
         outputs: list[Tensor] = []
+        thread = get_ident()
 
         def keep(module: Any, args: Any, output: Any) -> None:
-            outputs.append((output[0] if isinstance(output, tuple) else output).to(device))
+            if get_ident() == thread:
+                outputs.append((output[0] if isinstance(output, tuple) else output).to(device))
 
         layers = self.layers
         hooks = [layers[layer - 1].register_forward_hook(keep) for layer in target_layers] if layers else []

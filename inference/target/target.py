@@ -6,6 +6,7 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Sequence
 from copy import copy
 from functools import cached_property
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
 """The id of a transformers model → the newest target that wraps it."""
+
+TRYING = threading.RLock()
+"""Held while a model is tried, under other settings than its own: no other thread may run it meanwhile."""
 
 
 def _use_exact_kernels(model: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -83,7 +87,6 @@ class Target:
         self.tokenizer = tokenizer
         self.adapter = adapter
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
-        TARGET_OF[id(model)] = self
         self.runs = runs
         self.changes = 0  # how often the model was found to have other weights (`refresh`)
         self._drafted_below = 0  # 0: all rows of the LM head are chosen from
@@ -95,6 +98,7 @@ class Target:
             sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
         self._try_out()
         self.seen = None if self.split or not runs else WeightsSeen(model)
+        TARGET_OF[id(model)] = self  # whole
 
     def _take_parts(self) -> None:
         """The decoder, embedding and LM head, the last two whole where the model is split among processes."""
@@ -119,7 +123,8 @@ class Target:
         self._fused: FusedDecoder | None = None
         self.modules_only = True  # the probe asks the modules
         rules = set(logits_rules(self.config))
-        self.rule, self.one_size = probe(self) if self.runs or len(rules) > 1 else (rules.pop(), False)
+        with TRYING:
+            self.rule, self.one_size = probe(self) if self.runs or len(rules) > 1 else (rules.pop(), False)
         self.modules_only = self.split or not (self.one_size and FusedDecoder.can_drive(self.model))
 
     def _check_placed(self) -> None:
@@ -141,8 +146,10 @@ class Target:
             whole, skipped = self._whole
             if self.changes != whole.changes:
                 self.__dict__.update(whole.without_layers(skipped).__dict__)
-        elif self.seen is not None and not self.seen.still_in(self.model):
-            take_in_changes(self)
+            return
+        with TRYING:
+            if self.seen is not None and not self.seen.still_in(self.model):
+                take_in_changes(self)
 
     @property
     def fused(self) -> FusedDecoder | None:
@@ -150,9 +157,12 @@ class Target:
 
         It is probed as the modules were; where it answers differently it is not used.
         """
-        if self._fused is None and not self.modules_only:
-            merge_weights(self)
-        return self._fused
+        if self.modules_only:
+            return None
+        with TRYING:
+            if self._fused is None:
+                merge_weights(self)
+            return self._fused
 
     @property
     def forward_kind(self) -> str:

@@ -1,15 +1,20 @@
-"""An engine decodes one text at a time, and says so."""
+"""An engine decodes one text at a time, and says so; engines of several threads share a target."""
+
+from threading import Thread
 
 import pytest
 import torch
 
+from draft_heads.inference import generate
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
-from tests.inference.models import load_target
+from draft_heads.inference.target import probe
+from draft_heads.inference.target.target import Target
+from tests.inference.models import RANDOM_TARGETS, load_target, make_drafter
 
 PROMPT = list(range(3, 40))
 
@@ -57,3 +62,53 @@ def test_a_drafter_that_another_engine_began_with_ends_the_first_text_unless_it_
         if ended.finish_reason:
             answer()
     assert len(ended.tokens) == 24
+
+
+@pytest.mark.parametrize("way", ["engine", "generate"])
+def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried(monkeypatch, way):
+    """A target is tried with a shorter window, in which the other answer would be another text."""
+    settings = GenerationSettings(24, ())
+    if way == "engine":
+        target = load_target("mistral", torch.float64)
+        answer = Oracle(target, settings).answer(PROMPT)
+    else:
+        model, ids = RANDOM_TARGETS["mistral"]().double(), torch.tensor([PROMPT])
+        asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        answer = model.generate(ids, **asked)[0, len(PROMPT) :].tolist()
+    answers, made, own = [], [], probe._compare_texts
+    monkeypatch.setattr(generate, "Target", lambda model: made.append(Target(model)) or made[-1])
+
+    def decode():
+        if way == "engine":
+            answers.append(DecodingEngine(target, VanillaDrafter()).generate(PROMPT, settings).tokens)
+        else:
+            text = model.generate(ids, **asked, custom_generate=generate.generate_fn(VanillaDrafter()))
+            answers.append(text[0, len(PROMPT) :].tolist())
+
+    second = Thread(target=decode)
+
+    def compare(*args):
+        if second.ident is None:
+            second.start()
+        second.join(timeout=0.3)
+        return own(*args)
+
+    monkeypatch.setattr(probe, "_compare_texts", compare)
+    decode()
+    second.join()
+    assert second.ident and answers == [answer] * 2 and len(made) == (way == "generate")
+
+
+def test_the_outputs_of_layers_are_those_of_its_own_threads_forward():
+    """Hooks are on the layers, which run for other threads too."""
+    target, settings = load_target("llama", torch.float64), GenerationSettings(24, ())
+    target.modules_only = True
+    answer, answers = Oracle(target, settings).answer(PROMPT), []
+    engine = DecodingEngine(target, make_drafter(target, "eagle3", {"target_layers": [1, 2]}))
+    other = Thread(target=lambda: answers.append(engine.generate(PROMPT, settings).tokens))
+    with target.modules._capture_outputs([1, 2], target.device) as outputs:
+        other.start()
+        other.join()
+        assert answers == [answer] and not outputs and target.changes == 0
+        target.modules(torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None])
+        assert [tuple(one.shape[:2]) for one in outputs] == [(1, len(PROMPT))] * 2
