@@ -51,27 +51,40 @@ class Architecture:
                 f"{', '.join(unknown)}; pick another target"
             )
         uses_window = getattr(config, "use_sliding_window", True) is not False
+        if uses_window and layer_types and not _varies(config) and getattr(config, "sliding_window", None):
+            code = _code(decoder)
+            if "sliding_window" in code and "layer_type" not in code:
+                layer_types = []  # Mistral's and Mixtral's layers all slide, whatever types a config gives them
         by_layer_type = "sliding_attention" in layer_types
         slides = by_layer_type if layer_types else uses_window
         window = _window(config, name) if slides else None
         positions = _positions(config, name)
-        if window and not layer_types:
-            code = Path(inspect.getfile(type(decoder))).read_text(encoding="utf-8")
-            if "sliding_window" not in code:
-                positions, window = min(positions, window), None
-                logger.info(
-                    f"{name} has a sliding_window that its attention ignores and the cache of `generate` does not: "
-                    f"texts end at {positions} tokens; remove it from config.json for longer ones"
-                )
+        if window and not layer_types and "sliding_window" not in _code(decoder):
+            positions, window = min(positions, window), None
+            logger.info(
+                f"{name} has a sliding_window that its attention ignores and the cache of `generate` does not: "
+                f"texts end at {positions} tokens; remove it from config.json for longer ones"
+            )
         everywhere = "full_attention" if window is None else "sliding_attention"
         return cls(layer_types or [everywhere] * config.num_hidden_layers, window, by_layer_type, positions)
 
 
+def _code(decoder: Any) -> str:
+    """The file that defines a decoder's class."""
+    return Path(inspect.getfile(type(decoder))).read_text(encoding="utf-8")
+
+
+def _varies(config: Any) -> bool:
+    """Whether layers have windows of their own."""
+    return "sliding_window" in (getattr(config, "per_layer_attributes", None) or ())
+
+
 def _window(config: Any, name: str) -> int | None:
     """The one window of all sliding layers, None for none; ValueError where layers have windows of their own."""
-    varies = "sliding_window" in (getattr(config, "per_layer_attributes", None) or ())
-    window = [getattr(layer, "sliding_window", None) for layer in config.per_layer_config] if varies else None
-    if window is None:
+    window: Any = None
+    if _varies(config):
+        window = [getattr(layer, "sliding_window", None) for layer in config.per_layer_config]
+    else:
         window = getattr(config, "sliding_window", None)
     if window is not None and not isinstance(window, int):
         raise ValueError(

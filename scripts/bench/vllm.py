@@ -131,8 +131,12 @@ def main() -> None:
         name: partial(measure, engines, name.replace(", its export", "_export"), arm, args.compile)
         for name, arm in arms(args, target).items()
     }
-    settings = GenerationSettings(args.max_new_tokens)
-    run |= {name: partial(measure_own, own, prompts, settings) for name, own in own_engines(args, target).items()}
+    settings, ours = GenerationSettings(args.max_new_tokens), own_engines(args, target)
+    if taken := run.keys() & ours.keys():
+        raise ValueError(
+            f"rows of --drafters need names of their own; {', '.join(taken)} is a row of vLLM; give another"
+        )
+    run |= {name: partial(measure_own, own, prompts, settings) for name, own in ours.items()}
     rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in run}
     for number in range(args.rounds):
         for name, measured in run.items():

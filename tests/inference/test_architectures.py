@@ -164,6 +164,19 @@ def test_where_only_the_cache_of_generate_has_a_window_texts_end_at_it():
     assert Target(_model("starcoder2", sliding_window=32), name="starcoder2").max_positions == 256
 
 
+@pytest.mark.parametrize("types", [["full_attention"] * 2, ["full_attention", "sliding_attention"]])
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "qwen2"])
+def test_a_window_is_of_the_layers_that_the_models_code_says(model_type, types):
+    more = {"mixtral": _EXPERTS, "qwen2": {"use_sliding_window": True, "max_window_layers": 0}}.get(model_type, {})
+    target = Target(_model(model_type, sliding_window=16, layer_types=types, **more), name=model_type)
+    ids = [1 + 7 * i % 210 for i in range(30)]  # longer than the window
+    for _ in range(20):  # without a cache, so by the model's own masks
+        ids.append(int(target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    generated = DecodingEngine(target, ForkedDrafter(ids[30:], 4)).generate(ids[:30], GenerationSettings(20, ()))
+    assert generated.tokens == ids[30:]
+    assert target.layer_types == (types if model_type == "qwen2" else ["sliding_attention"] * 2)
+
+
 def test_windows_that_differ_from_layer_to_layer_are_refused():
     listed, layered = (_model(one) for one in ("llama", "mistral"))
     listed.config.sliding_window = [64, None]  # of a config that does not declare it, so that it is not checked
