@@ -49,6 +49,7 @@ def test_the_steps_of_a_head_are_those_of_the_checkpoint_that_was_loaded(saved, 
     best = "r/checkpoint-4" if saved else None
     state = SimpleNamespace(best_global_step=4, best_model_checkpoint=best, global_step=6)
     trainer = SimpleNamespace(args=SimpleNamespace(load_best_model_at_end=wanted), state=state)
+    trainer._best = DraftHeadTrainer._best.fget(trainer)
     assert DraftHeadTrainer.steps.fget(trainer) == steps
 
 
