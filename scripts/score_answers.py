@@ -22,7 +22,7 @@ from typing import Any
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from draft_heads.data.common.files import checksum
-from draft_heads.data.text.benchmarks import Question
+from draft_heads.data.text.benchmarks import Question, questions_checksum
 from draft_heads.inference.evaluation.answer_files import (
     Answer,
     QuestionKey,
@@ -212,7 +212,9 @@ def run(arguments: list[str] | None) -> None:
         files = {"answers": options.answers, "baseline": options.baseline}
         settings = {name: file.name for name, file in files.items()}
         settings |= {f"{name}_checksum": checksum(file) for name, file in files.items()} | {"seed": options.seed or 0}
-        settings["questions"] = Path(options.questions).name if options.questions else None
+        if asked is not None:
+            settings |= {"questions": Path(options.questions).name, "questions_checksum": questions_checksum(asked)}
+            settings["run_code"] = options.run_code
         write_json(options.json, {"settings": settings, "results": rows})
 
 

@@ -294,7 +294,11 @@ def test_rows_of_other_files_are_no_rows_of_the_same_settings(files, tmp_path):
     slower = [row(1, ["same", "text"], [10, 20], [6.0, 9.0], idxs=[9, 19]), BASELINE[0]]
     (tmp_path / "new").mkdir()
     other = [*files[:3], write(tmp_path / "new" / "b.jsonl", slower)]
-    for name, given in (("one", files), ("two", other), ("again", files)):
+    asked = ["--questions", write(tmp_path / "q.jsonl", QUESTIONS)]
+    changed = ["--questions", write(tmp_path / "new" / "q.jsonl", [{**QUESTIONS[0], "turns": ["z"]}, *QUESTIONS[1:]])]
+    for name, given in (("one", [*files, *asked]), ("two", [*other, *asked]), ("again", [*files, *asked])):
         assert score_answers.main([*given, "--json", str(tmp_path / f"{name}.json")]) == 0
-    told = [read_reports([tmp_path / "one.json", tmp_path / f"{name}.json"]) for name in ("two", "again")]
-    assert [[key for key, *_ in differences(reports).rows] for reports in told] == [["baseline_checksum"], []]
+    assert score_answers.main([*files, *changed, "--json", str(tmp_path / "asked.json")]) == 0
+    told = [read_reports([tmp_path / "one.json", tmp_path / f"{name}.json"]) for name in ("two", "again", "asked")]
+    unlike = [[key for key, *_ in differences(reports).rows] for reports in told]
+    assert unlike == [["baseline_checksum"], [], ["questions_checksum"]]
