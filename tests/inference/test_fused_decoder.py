@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draft_heads.inference.target import linear
-from draft_heads.inference.target.fused_decoder import FusedDecoder
+from draft_heads.inference.target.fused_decoder import FusedDecoder, Norm
 from draft_heads.inference.target.linear import (
     MAX_SKINNY_ROWS,
     MergedLinear,
@@ -106,6 +108,18 @@ def test_attention_as_products_is_for_one_text_and_few_rows_on_a_gpu():
     mask = {"full_attention": torch.ones(1, 3, 8, dtype=torch.bool)}
     ways = [type(tree_attention(way, mask, 4, 2, torch.float32)).__name__ for way in TREE_ATTENTION]
     assert ways == ["MaskedAttention", "MaskedAttention", "ProductAttention"]  # auto here is masked
+
+
+@pytest.mark.parametrize("norm, plus", [(GemmaRMSNorm, 1), (LlamaRMSNorm, 0)])
+def test_a_norm_of_large_weights_in_half_precision_is_the_models_own(norm, plus):
+    torch.manual_seed(0)
+    module = norm(64).bfloat16()
+    torch.nn.init.uniform_(module.weight, 130, 200)  # 1 + w and w differ by no more than half precision rounds
+    fused = Norm(module)
+    states = torch.randn(5, 64).bfloat16()
+    exact = torch.nn.functional.rms_norm(states.double(), (64,), module.weight.double() + plus, 1e-6)
+    gain = (fused(states).double() * exact).sum() / exact.square().sum()
+    assert fused.plus == plus and abs(gain - 1) < 2e-3
 
 
 def rows_of(target):
