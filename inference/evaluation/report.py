@@ -57,7 +57,6 @@ def build_report(
         results = [without_shared_seconds(row) for row in results]
     if target is not None:
         settings = {**settings, "plain_loop": plain_loop(evaluation), "processes": list(evaluation.processes)}
-    machine = environment((target or settings).get("device", "cpu"))
     return {
         "target": relative_paths(target),
         "settings": relative_paths(settings),
@@ -67,7 +66,7 @@ def build_report(
         "options": relative_paths(evaluation.options),
         "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
-        "environment": machine if target else machine | {"cpp": None},  # which changes the time, that a replay has not
+        "environment": environment((target or settings).get("device", "cpu")),
         "samples": list(samples),
     }
 
