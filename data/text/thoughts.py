@@ -9,14 +9,15 @@ MARKS = {
     "<thought>": "</thought>",  # EXAONE Deep
     "<seed:think>": "</seed:think>",  # Seed-OSS
     "[THINK]": "[/THINK]",  # Mistral
-    "<|START_THINKING|>": "<|END_THINKING|>",  # Cohere
+    "<|START_THINKING|>": "<|START_RESPONSE|>",  # Cohere
     "<|channel>thought": "<channel|>",  # Gemma 4
     "◁think▷": "◁/think▷",  # Kimi
     "<|channel|>analysis": "<|channel|>final<|message|>",  # gpt-oss
 }
 """What opens a thought → what ends it."""
 
-_OPENS, _ENDS = ("|".join(map(re.escape, marks)) for marks in (MARKS, MARKS.values()))
+_AFTER = (*MARKS, "<|END_RESPONSE|>")  # what follows an answer: a thought, or Cohere's mark of its end
+_NOT_SHOWN, _ENDS = ("|".join(map(re.escape, marks)) for marks in (_AFTER, MARKS.values()))
 
 
 def opens_thought(prompt: str) -> bool:
@@ -30,4 +31,4 @@ def without_thoughts(answer: str, in_thought: bool = False) -> str:
     in_thought: the prompt opens a thought. Example: `b` of `<think>a</think>b` and of `b<think>a`, none of `<think>a`.
     """
     *thoughts, shown = re.split(_ENDS, answer)
-    return "" if in_thought and not thoughts else re.split(_OPENS, shown)[0]
+    return "" if in_thought and not thoughts else re.split(_NOT_SHOWN, shown)[0]

@@ -80,8 +80,7 @@ def _version(package: str) -> str | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What figures depend on besides the settings: versions, machine, threads and how they wait, and whether the
-    project's C++ runs, which needs a compiler."""
+    """What figures depend on besides the settings: versions, machine, threads and how they wait."""
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in ("draft-heads", "torch", "transformers")},
@@ -90,7 +89,6 @@ def environment(device: str) -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
         "waiting_threads": waiting_threads(),
-        "cpp": None if device.startswith("cuda") else hasattr(torch.ops.draft_heads, "skinny_matmul"),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -1,12 +1,10 @@
 """The operations in C++ against the same in torch."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.native import library
 
 
@@ -75,9 +73,3 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(monkeypatch, tmp_pa
     tmp_path.chmod(0o500)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert not library.load_library.__wrapped__() and "did not compile" in caplog.text
-
-
-def test_reports_say_whether_it_is_used(monkeypatch):
-    assert environment("cpu")["cpp"] is True
-    monkeypatch.setattr(torch.ops, "draft_heads", SimpleNamespace(), raising=False)  # where no compiler was found
-    assert environment("cpu")["cpp"] is False

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from draft_heads.data.text.benchmarks import CodeTask, Question
+from draft_heads.data.text.thoughts import without_thoughts
 from draft_heads.inference.evaluation import run_code, scores
 from draft_heads.inference.evaluation.answer_files import read_answers, write_answers
 from draft_heads.inference.evaluation.metrics import result_rows
@@ -74,6 +75,11 @@ def test_a_thought_is_not_scored():
 def test_a_thought_that_never_ends_is_not_scored(answer, right):
     asked = Question(1, None, ["a"], "#### 15", "accuracy")
     assert scores.Scorer([asked])(asked, answer) == {"accuracy": right}
+
+
+def test_the_marks_of_a_response_are_none_of_the_answer():
+    told = "<|START_THINKING|>A dog?<|END_THINKING|><|START_RESPONSE|>A cat.<|END_RESPONSE|>"
+    assert without_thoughts(told) == without_thoughts(told[:-16]) == without_thoughts("A cat.") == "A cat."
 
 
 @pytest.mark.parametrize("opened", [False, True])
