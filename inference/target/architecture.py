@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
 
 from draft_heads.data.common.pretrained import rope_settings
 
@@ -70,8 +75,13 @@ class Architecture:
 
 
 def _code(decoder: Any) -> str:
-    """The file that defines a decoder's class."""
-    return Path(inspect.getfile(type(decoder))).read_text(encoding="utf-8")
+    """The files that define a decoder's class and those that it inherits from, of the model's own; nothing for a class
+    without a file, as a notebook's."""
+    found = ""
+    for one in takewhile(lambda one: one not in (PreTrainedModel, nn.Module), type(decoder).__mro__):
+        with suppress(OSError, TypeError):
+            found += Path(inspect.getfile(one)).read_text(encoding="utf-8")
+    return found
 
 
 def _varies(config: Any) -> bool:

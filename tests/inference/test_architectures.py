@@ -177,6 +177,13 @@ def test_a_window_is_of_the_layers_that_the_models_code_says(model_type, types):
     assert target.layer_types == (types if model_type == "qwen2" else ["sliding_attention"] * 2)
 
 
+def test_a_class_of_a_notebook_slides_as_the_one_that_it_inherits_from():
+    model = _model("mistral", sliding_window=16)
+    model.model.__class__ = type("Own", (type(model.model),), {"__module__": "of_no_file"})
+    target = Target(model, name="mistral")
+    assert target.layer_types == ["sliding_attention"] * 2 and target.max_positions == 256
+
+
 def test_windows_that_differ_from_layer_to_layer_are_refused():
     listed, layered = (_model(one) for one in ("llama", "mistral"))
     listed.config.sliding_window = [64, None]  # of a config that does not declare it, so that it is not checked
