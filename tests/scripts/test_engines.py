@@ -88,6 +88,17 @@ def test_the_acceptance_length_of_our_own_rows_leaves_the_prefill_out_as_vllms_d
     assert alone["length"] == acceptance_length(counts) == 1 + 5 / 3
 
 
+def test_of_our_own_rows_the_warm_up_teaches_no_drafter(monkeypatch):
+    target, prompt = load_target("llama", torch.float64), list(range(3, 30))
+    options = SimpleNamespace(drafters=["both=ngram+prompt_lookup"], max_nodes=4)
+    engine, answers, forgotten_after = vllm.own_engines(options, target)["our both"], [], []
+    generate, forget = engine.generate, vllm.forget_all
+    monkeypatch.setattr(engine, "generate", lambda *given: answers.append(generate(*given)) or answers[-1])
+    monkeypatch.setattr(vllm, "forget_all", lambda drafter: forgotten_after.append(len(answers)) or forget(drafter))
+    vllm.measure_own(engine, [prompt, prompt], GenerationSettings(12))
+    assert forgotten_after == [1] and len(answers) == 3
+
+
 def vllm_stand_in(plain, found):
     """Engines whose runs give these results, by name."""
 
