@@ -333,7 +333,7 @@ MEASURED = {
 }
 CARD = """# A small target
 
-A Llama-style language model trained from scratch, with a byte-level BPE tokenizer. It exists to
+A Llama-style language model trained from scratch, with {}. It exists to
 train, test and measure draft heads without a download; it knows its corpus and nothing else.
 
 Made by
@@ -390,7 +390,8 @@ def make(argv: list[str] | None = None) -> dict:
     measured = [(text, str(figures[key])) for key, text in MEASURED.items() if key in figures]
     made = [(key.replace("_", " "), str(value)) for key, value in facts.items()]
     tables = markdown_table(("measured", ""), measured, 2), markdown_table(("made with", ""), made, 2)
-    (output / "README.md").write_text(CARD.format(command, *tables), encoding="utf-8")
+    spelled = "the tokenizer that the command names" if options.tokenizer else "a byte-level BPE tokenizer"
+    (output / "README.md").write_text(CARD.format(spelled, command, *tables), encoding="utf-8")
     console.print(f"wrote {output}: model, tokenizer and README.md with the figures below")
     print(json.dumps({"command": command, **facts, **figures}))
     return figures

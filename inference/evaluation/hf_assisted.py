@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
 
+from draft_heads.data.common.pretrained import load_config
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.words import split_pairs
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, hf_generate
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
-from draft_heads.inference.target.loading import check_complete
+from draft_heads.inference.target.loading import check_complete, readable
 from draft_heads.inference.target.target import Target
 
 
@@ -49,7 +50,10 @@ def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
     if tokens := options.get("prompt_lookup"):
         return HFAssisted(target, {"prompt_lookup_num_tokens": int(tokens)})
     if path := options.get("assistant"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, output_loading_info=True)
+        load_config(path, "assistant")
+        told: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_complete` judges
+        with readable(path):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, **told)
         check_complete(path, loaded[1])
         assistant = loaded[0].to(target.device).eval()
         if (own := assistant.config.get_text_config().vocab_size) != target.vocab_size:

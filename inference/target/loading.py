@@ -6,7 +6,8 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -56,21 +57,18 @@ def load_model(
             chosen = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
     told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_complete` judges
     load = partial(model_class(config).from_pretrained, path, dtype=chosen, **told, **placed)
-    try:
-        with sharded.loading(chosen if split else None):
-            try:
-                model, info = load(attn_implementation="sdpa")
-            except ValueError as error:
-                if "attention" not in str(error):
-                    raise
-                logger.info(f"{path} has no scaled-dot-product attention; it runs with eager attention")
-                model, info = load(attn_implementation="eager")
-    except SafetensorError as error:
-        raise ValueError(
-            f"the target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"the target {path} ({config.model_type}) is no causal LM: {error}") from None
+    with readable(path):
+        try:
+            with sharded.loading(chosen if split else None):
+                try:
+                    model, info = load(attn_implementation="sdpa")
+                except ValueError as error:
+                    if "attention" not in str(error):
+                        raise
+                    logger.info(f"{path} has no scaled-dot-product attention; it runs with eager attention")
+                    model, info = load(attn_implementation="eager")
+        except ValueError as error:
+            raise ValueError(f"the target {path} ({config.model_type}) is no causal LM: {error}") from None
     check_complete(path, info)
     hashes = None
     if adapter:
@@ -78,6 +76,25 @@ def load_model(
     if not placed and not split and not mapped:
         model.to(device)
     return model, hashes
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turn what is raised for files that are cut short, and for weights that cannot be joined as experts of which one
+    is missing, into a ValueError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} has weights that cannot be read ({error}); a file was cut short: copy it again"
+        ) from None
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):  # transformers' words; its report above names them
+            raise
+        raise ValueError(
+            f"the weights of each layer fit together; those of {path} named above do not, as some are missing or have "
+            "other shapes; copy it again"
+        ) from None
 
 
 def check_complete(path: str, info: dict[str, Any]) -> None:

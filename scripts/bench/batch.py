@@ -53,7 +53,7 @@ class CountedBatches:
         self.answers = [answer.tokens for answer in answers]
         self.beta = sum(map(len, self.answers)) / sum(answer.target_steps for answer in answers)
         drafting, total = (sum(answer.seconds[part] for answer in answers) for part in ("draft", "total"))
-        self.draft_seconds.append(drafting / self.drafts)
+        self.draft_seconds.append(drafting / max(self.drafts, 1))  # none where the prefill ends every answer
         self.shares.append(drafting / total)
 
 

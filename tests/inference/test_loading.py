@@ -180,6 +180,41 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path, case):
             Target.from_pretrained(base, device="cpu", lend_to=lend_to)
 
 
+@pytest.mark.parametrize("lost", ["w1", "w2", "w3"])
+def test_a_mixture_without_one_experts_matrix_is_refused(tmp_path, lost):
+    """transformers joins the experts of a layer while it reads: it gives random weights for those or stops there."""
+    base, sizes = save_base(tmp_path, tied=False), {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 1024}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(num_hidden_layers=2, num_local_experts=4, eos_token_id=None, **sizes, **heads)
+    MixtralForCausalLM(config).save_pretrained(base)
+    assert Target.from_pretrained(base, device="cpu").parameters > 0
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop(next(name for name in tensors if f"experts.2.{lost}." in name))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{base} (has|named above do not).*; copy it again"):
+        Target.from_pretrained(base, device="cpu")
+    with pytest.raises(ValueError, match=rf"{base} (has|named above do not).*; copy it again"):
+        hf_engine(save_target(tmp_path / "target"), {"assistant": base})
+
+
+def save_target(folder):
+    return Target.from_pretrained(save_base(folder, tied=False), device="cpu")
+
+
+def test_an_assistant_that_is_cut_short_or_no_model_is_refused(tmp_path):
+    target, base = save_target(tmp_path / "target"), save_base(tmp_path / "base", tied=False)
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for load in (lambda: hf_engine(target, {"assistant": base}), lambda: Target.from_pretrained(base, device="cpu")):
+        with pytest.raises(ValueError, match=rf"{base} has weights that cannot be read .* cut short: copy it again"):
+            load()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"assistant \S+/empty is no model's folder"):
+        hf_engine(target, {"assistant": str(tmp_path / "empty")})
+    with pytest.raises(ValueError, match=r"assistant \S+/nowhere does not exist"):
+        hf_engine(target, {"assistant": str(tmp_path / "nowhere")})
+
+
 def test_an_assistant_of_transformers_own_that_lacks_weights_is_refused(tmp_path):
     """Its drafts would be noise, and the baseline's speed another model's."""
     target = Target.from_pretrained(save_base(tmp_path / "base", tied=False), device="cpu")

@@ -65,3 +65,9 @@ def test_drafts_are_counted_and_their_time_shared(target):
     assert alone.drafts == sum(steps) - len(texts)  # the first step of an answer is its prefill
     assert together.drafts == max(steps) - 1
     assert 0 < alone.shares[0] < 1 and alone.draft_seconds[0] > 0
+
+
+def test_answers_of_one_token_need_no_draft(target):
+    """The prefill gives an answer's first token."""
+    rows = batch.measure(target, drafter_specs(["ngram"]), [1, 2], 8, prompts(target, 2, 0), 1, 1)
+    assert [row["beta"] for row in rows] == 4 * [1] and [row["draft_share"] for row in rows] == 4 * [0]

@@ -114,7 +114,7 @@ def test_made_folder_loads_and_its_card_has_command_and_figures(made):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.hidden_size == 32 and len(tokenizer) == 400
     card = (folder / "README.md").read_text()
-    assert f"python scripts/make_tiny_target.py --output {folder}" in card
+    assert f"python scripts/make_tiny_target.py --output {folder}" in card and "with a byte-level BPE tokenizer" in card
     assert f"| unseen two-step word problems solved | {figures['solved_2_step']} |" in card
     assert {"ended", "looped", "solved_1_step", "unseen_loss"} <= set(figures)
 
@@ -145,6 +145,7 @@ def test_a_tokenizer_without_a_template_gets_one_and_a_folder_without_a_tokenize
     make([*given, str(tmp_path / "bare")])
     assert "bare has no chat template" in caplog.text
     assert "USER:" in AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert "with the tokenizer that the command names" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_dataset_and_tokenizer_make_a_draft_model_for_a_target(made, tmp_path, capsys):
