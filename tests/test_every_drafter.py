@@ -224,7 +224,7 @@ def test_replaying_an_engines_answers_takes_the_same_steps(words):
         assert again.sources[:-1] == decoded.sources[:-1]  # where the length ends an answer, nobody drafts the last
         drafted += sum(source >= 0 for source in decoded.sources)
     assert (drafted > 0) == bool(engine.drafter.max_nodes)
-    assert (states.turns, states.not_greedy, states.note()) == (4, 0, "")
+    assert (states.turns, states.not_greedy, states.note()) == (4, 0, None)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -206,10 +206,10 @@ class AnswerStates:
         device = self.target.device
         return States(labelled.hidden.to(device), labelled.aux_hidden.to(device), self.layers)
 
-    def note(self) -> str:
-        """How many answers the target itself would not write so, in one sentence; empty for none."""
+    def note(self) -> str | None:
+        """How many answers the target itself would not write so, in one sentence; None for none."""
         if not self.not_greedy:
-            return ""
+            return None
         return (
             f"{self.not_greedy} of {self.turns} answers are not token for token what the target would write greedily "
             "after these prompts, and there β is that of a text which it would not decode."

@@ -191,7 +191,7 @@ def test_with_the_target_heads_take_the_steps_of_decoding(tmp_path):
         for report in (decoded, replayed)
     ]
     assert steps[1] == {name: row for name, row in steps[0].items() if name != "vanilla"}
-    assert (replayed["settings"]["target"], replayed["settings"]["not_greedy"]) == (trained, "")
+    assert (replayed["settings"]["target"], replayed["settings"]["not_greedy"]) == (trained, None)
     told = {key: replayed["settings"][key] for key in ("dtype", "device")}
     assert told == {key: decoded["target"][key] for key in told} == {"dtype": "float32", "device": "cpu"}
     save = AutoModelForCausalLM.from_pretrained(trained)

@@ -29,7 +29,9 @@ def test_what_the_hub_does_not_have_is_one_sentence(monkeypatch, tmp_path):
         load_config(str(tmp_path))
 
 
-def test_a_value_of_another_type_than_transformers_declares_is_refused_in_a_sentence(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "sliding_window": [4096, None]}))
-    with pytest.raises(ValueError, match=r"is no model's folder: .*'sliding_window'.*; give one with config.json"):
-        load_config(str(tmp_path))
+def test_a_value_that_transformers_cannot_use_is_refused_in_a_sentence(tmp_path):
+    wrong: list = [("sliding_window", [4096, None]), ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4})]
+    for model_type, (name, value) in zip(("mistral", "phi3"), wrong):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, name: value}))
+        with pytest.raises(ValueError, match=rf"is no model's folder: .*{name}.*; give one with config.json"):
+            load_config(str(tmp_path))
