@@ -35,7 +35,7 @@ def speedup(report: Report) -> Figure:
     figure, panels = _panels("Speedup over decoding without drafts", benchmarks, bars)
     for axes, benchmark in zip(panels, benchmarks):
         for place, drafter in enumerate(drafters):
-            row, (colour, hatch, _) = rows[benchmark, drafter], styles[drafter]
+            row, (colour, hatch, *_) = rows[benchmark, drafter], styles[drafter]
             if row["gamma"] is None:
                 continue
             low, high = row["gamma_ci95"] or 2 * [row["gamma"]]
@@ -69,8 +69,8 @@ def accepted_length(report: Report) -> Figure:
     figure, panels = _panels("How many drafted tokens a forward of the target accepts", benchmarks)
     for axes, benchmark in zip(panels, benchmarks):
         for drafter in drafting:
-            shares, (colour, _, line) = accepted[benchmark, drafter], styles[drafter]
-            look: Any = {"marker": "o", "markersize": 4, "color": colour, "linestyle": line}
+            shares, (colour, _, line, marker) = accepted[benchmark, drafter], styles[drafter]
+            look: Any = {"marker": marker, "markersize": 4, "color": colour, "linestyle": line}
             axes.plot(range(1, len(shares) + 1), shares, label=names[drafter], **look)
         axes.set_xlabel("accepted tokens, at least")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -146,12 +146,12 @@ def _literal(name: str) -> str:
     return f"\N{ZERO WIDTH SPACE}{escaped}" if name.startswith("_") else escaped
 
 
-def _styles(drafters: Sequence[str]) -> dict[str, tuple[str, str, str]]:
-    """Drafter → colour, hatch and line style; the palette's every reuse has its own hatch and line style."""
-    styles = product((("", "-"), ("//", "--"), ("xx", ":")), DRAFTER_COLOURS)
+def _styles(drafters: Sequence[str]) -> dict[str, tuple[str, str, str, str]]:
+    """Drafter → colour, hatch, line style and marker; the palette's every reuse has a look of its own."""
+    styles = product("os^", (("", "-"), ("//", "--"), ("xx", ":")), DRAFTER_COLOURS)
     others = [name for name in drafters if name not in BASELINE_GREYS]
-    drafting = {name: (colour, *look) for name, (look, colour) in zip(others, cycle(styles))}
-    return drafting | {name: (grey, "", "-") for name, grey in BASELINE_GREYS.items()}
+    drafting = {name: (colour, *look, marker) for name, (marker, look, colour) in zip(others, cycle(styles))}
+    return drafting | {name: (grey, "", "-", "o") for name, grey in BASELINE_GREYS.items()}
 
 
 def _caption(figure: Figure, *sentences: str) -> None:

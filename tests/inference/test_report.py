@@ -282,7 +282,14 @@ def test_speedup_bars_are_gamma(report):
 def test_baselines_are_grey_and_leave_the_colours_to_drafters(report):
     styles = plots._styles(["vanilla", "transformers", "fast"])
     assert styles["fast"] == plots._styles(["vanilla", "fast"])["fast"]
-    assert len({colour for colour, _, _ in styles.values()}) == 3
+    assert len({colour for colour, *_ in styles.values()}) == 3
+
+
+def test_no_two_of_seventy_curves_look_alike():
+    looks = [
+        (colour, *curve) for colour, _, *curve in plots._styles([str(i) for i in range(70)] + ["vanilla"]).values()
+    ]
+    assert len(set(looks)) == 72  # with both baselines
 
 
 def test_accepted_length_curve_is_the_share_of_steps_that_accept_at_least(report):
