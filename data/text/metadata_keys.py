@@ -17,6 +17,7 @@ METADATA = {
     *("difficulty", "intent", "label", "langdetect", "problem_type", "question_type", "synthetic", "verified"),
     *("score", "scores", "rating", "ratings", "reward", "rank", "quality", "input_quality", "quality_explanation"),
     *("reward_model", "instruct_reward", "min_neighbor_distance", "min_similar_uuid", "llama_guard_2"),
+    *("task_category", "other_task_category", "gen_response_configs", "pre_query_template"),
     *("turn", "turns", "turn_identifier", "length", "tokens", "used_in_training", "skip_prompt_formatting"),
     *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
     *("parallel_tool_calls", "__index_level_0__"),
@@ -32,7 +33,7 @@ _OF_THE_ROW = {
 }
 _METADATA_FORM = re.compile(
     r"(?!.*(train|mask|loss|weight|image|audio|video))"
-    r"((num|n|avg|score|is|has)_\w+|\w+_(hash|score|scores|rating|count|length|tokens|source|version|category|split)"
+    r"((num|n|avg|score|is|has)_\w+|\w+_(hash|score|scores|rating|count|length|tokens|source|version|category|split|generator)"
     rf"|((?:{'|'.join(_OF_THE_ROW)})_)+(id|ids|url)"
     r"|Unnamed: 0(\.\d+)?)"  # the index of a table that pandas wrote
 )

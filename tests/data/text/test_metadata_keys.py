@@ -23,6 +23,17 @@ def test_ids_and_addresses_of_the_row_itself_say_nothing_of_its_text(keys):
         assert carries_no_meaning(key, "a1") and parse_record({"messages": CHAT, key: "a1"}).messages == CHAT
 
 
+def test_the_tags_of_magpie_say_nothing_of_the_text():
+    """Its categories are words with blanks, and each tag names the model that gave it."""
+    tags = {"task_category": "Information seeking", "other_task_category": ["Creative writing", "Advice seeking"]}
+    tags |= {"gen_response_configs": {"temperature": 0.0}, "pre_query_template": "<|im_start|>user\n"}
+    made_by = {f"{tag}_generator": "some/model" for tag in ("task_category", "difficulty", "quality")}
+    row = {"instruction": CHAT[0]["content"], "response": CHAT[1]["content"], "messages": CHAT, "repeat_count": 3}
+    assert parse_record(row | tags | made_by).messages == CHAT
+    with pytest.raises(ConversationError, match="the key 'story_generator' is unknown"):
+        parse_record(row | {"story_generator": "Begin with a dragon."})
+
+
 def test_the_index_of_a_table_says_nothing_and_its_other_columns_without_a_name_may():
     assert parse_record({"messages": CHAT, "Unnamed: 0": 7, "Unnamed: 0.1": "7"}).messages == CHAT
     assert not carries_no_meaning("Unnamed: 0", "A rhyme, please.") and not carries_no_meaning("Unnamed: 2", 7)
