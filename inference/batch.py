@@ -205,7 +205,7 @@ class BatchRun:
         hidden, logits, aux_hidden = self.target.prefill(prompt, self._single, self._layers)
         processors = processors_of(self.target, stopper.settings, ids, stopper.limit)
         if processors is not None:
-            logits = TextProcessors([processors], [ids]).after_prompt(logits[None])[0]
+            logits = TextProcessors([processors], [ids], ()).after_prompt(logits[None])[0]
         base = choices(logits[None], prompt.new_tensor([len(ids)]), stopper.settings.sampling)
         first = int(base)
         stopper.extend(answer, [first], [-1])
@@ -305,13 +305,11 @@ class BatchRun:
             settings.sampling,
             accept_exact if settings.typical is None else settings.typical,
             self._layers,
-            _processors(self.slots),
+            self._processors(),
         )
 
-
-def _processors(slots: Sequence[_Slot | None]) -> TextProcessors | None:
-    """Those of all slots; None if no slot has any."""
-    lists = [None if slot is None else slot.processors for slot in slots]
-    if not any(lists):
-        return None
-    return TextProcessors(lists, [[] if slot is None else slot.text for slot in slots])
+    def _processors(self) -> TextProcessors | None:
+        """Those of all slots; None if no slot has any."""
+        lists = [None if slot is None else slot.processors for slot in self.slots]
+        texts = [[] if slot is None else slot.text for slot in self.slots]
+        return TextProcessors.of_slots(lists, texts, self.settings.ends(self.target))

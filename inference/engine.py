@@ -131,7 +131,9 @@ class DecodingEngine:
         limit = room(target, len(ids), settings.max_new_tokens)
         stopper = Stopper(settings, target, limit)
         answered = list(ids)  # grows with the answer; processors read it
-        processors = TextProcessors.of_one(processors_of(target, settings, ids, limit), answered)
+        processors = TextProcessors.of_slots(
+            [processors_of(target, settings, ids, limit)], [answered], settings.ends(target)
+        )
         self._text = object()
 
         # 1. Prefill: the target reads the prompt and chooses the first base token.

@@ -67,6 +67,8 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         # from torch's own generator; equal prompts differ
         draws = [{**sampling, "seed": int(torch.randint(2**62, ()))} if sampling else {} for _ in input_ids]
         prompts = [ids[skip:].tolist() for ids, skip in zip(input_ids, padding)]
+        # end tokens come as criteria
+        ends = tuple(int(token) for one in stopping_criteria for token in getattr(one, "eos_token_id", ()))
         with _evaluation_mode(model):
             if id(model) not in engines:
                 with TRYING:  # another thread may be making its target
@@ -74,17 +76,17 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
             engine, most = engines[id(model)], generation_config.max_length - input_ids.shape[1]
 
             def answer(row: int, most: int, stop: Callable[[list[int]], int | None] | None) -> list[int]:
-                settings = GenerationSettings(most, (), stop=stop, processors=processors, **draws[row])
+                settings = GenerationSettings(most, ends, stop=stop, processors=processors, **draws[row])
                 return _answer(engine, prompts[row], settings, streamer)
 
-            try:  # end tokens are among the criteria
+            try:
                 rules = [_stop_rule(stopping_criteria, ids) for ids in input_ids]
                 answers = [answer(row, most, rule) for row, rule in enumerate(rules)]
             finally:
                 if streamer is not None:
                     streamer.end()
             longest = max(map(len, answers))
-            if not any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+            if not ends:
                 # generate pads only where there are end tokens; otherwise every sequence goes on until the last ends
                 answers = [
                     tokens if len(tokens) == longest else answer(row, longest, None)

@@ -70,15 +70,19 @@ def processors_of(
 
 @dataclass(frozen=True)
 class TextProcessors:
-    """The processors of B slots, None for one without any, and their texts, which grow: prompt, answer, base token."""
+    """The processors of B slots, None for one without any, their texts, which grow (prompt, answer, base token), and
+    the tokens that end an answer."""
 
     lists: Sequence[LogitsProcessorList | None]
     texts: Sequence[list[int]]
+    ends: Sequence[int]
 
     @classmethod
-    def of_one(cls, processors: LogitsProcessorList | None, text: list[int]) -> TextProcessors | None:
-        """Of one slot; None without processors."""
-        return None if processors is None else cls([processors], [text])
+    def of_slots(
+        cls, lists: Sequence[LogitsProcessorList | None], texts: Sequence[list[int]], ends: Sequence[int]
+    ) -> TextProcessors | None:
+        """None if no slot has any."""
+        return cls(lists, texts, ends) if any(lists) else None
 
     def after_prompt(self, logits: Tensor) -> Tensor:
         """[B, V] float32: `logits [B, V]` of what follows each text, changed."""
@@ -87,15 +91,26 @@ class TextProcessors:
     def __call__(self, logits: Tensor, tokens: Tensor, sees: Tensor) -> Tensor:
         """[B, R, V] float32: `logits` of the rows `tokens [B, R]`, which see each other as `sees [B, R, R]` says.
 
-        In the worked example of `inference.tree`, after the text t: row 3 (z) is changed as what follows t b x z.
+        In the worked example of `inference.tree`, after the text t: row 3 (z) is changed as what follows t b x z; but
+        if what follows t b excludes x, or x ends an answer, no processor is asked of t b x and t b x z: `generate` asks
+        none what follows a text that it does not go on from.
         """
-        rows, visible = tokens.tolist(), sees.tolist()
-        changed = []
-        for slot, logits_RV in enumerate(logits):
-            for row, logits_V in enumerate(logits_RV):
-                path = [token for token, seen in zip(rows[slot], visible[slot][row]) if seen]
-                changed.append(self._process(slot, path, logits_V))
-        return torch.stack(changed).view_as(logits)
+        texts, visible = tokens.tolist(), sees.tolist()
+        changed = logits.float().clone()
+        for slot in (slot for slot, processors in enumerate(self.lists) if processors is not None):
+            excluded = set()
+            for row, seen in enumerate(visible[slot]):
+                path = [other for other in range(row + 1) if seen[other]]
+                token, parent = texts[slot][row], path[-2] if len(path) > 1 else row
+                if (
+                    token in self.ends
+                    or parent in excluded
+                    or (parent < row and changed[slot, parent, token] == -torch.inf)
+                ):
+                    excluded.add(row)
+                    continue
+                changed[slot, row] = self._process(slot, [texts[slot][other] for other in path], logits[slot, row])
+        return changed
 
     def _process(self, slot: int, path: list[int], logits: Tensor) -> Tensor:
         """[V] float32: `logits [V]` after a text and a path from its base token on, as `generate` changes them."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -84,17 +85,25 @@ def readable(path: str) -> Iterator[None]:
     is missing, into a ValueError."""
     try:
         yield
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path} has weights that cannot be read ({error}); a file was cut short: copy it again"
-        ) from None
+    except (SafetensorError, EOFError, UnpicklingError) as error:
+        raise _unreadable(path, str(error)) from None
     except RuntimeError as error:
+        if "PytorchStreamReader" in str(error) or "unexpected EOF" in str(error):
+            raise _unreadable(path, str(error)) from None
         if "conversion of the weights" not in str(error):  # transformers' words; its report above names them
             raise
         raise ValueError(
             f"the weights of each layer fit together; those of {path} named above do not, as some are missing or have "
             "other shapes; copy it again"
         ) from None
+
+
+def _unreadable(path: str, why: str) -> ValueError:
+    reason = why.splitlines()[0].partition(". ")[0] if why else "it is empty"  # torch goes on with advice
+    return ValueError(
+        f"{path} has weights that cannot be read ({reason}); a file was cut short, or holds no tensors but the address "
+        "of a large file or a whole model: copy it again, as safetensors"
+    )
 
 
 def check_complete(path: str, info: dict[str, Any]) -> None:

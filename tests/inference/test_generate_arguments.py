@@ -24,7 +24,9 @@ from transformers import (
 
 from draft_heads.data.generation_config import APPLIED, NAMED, REFUSED
 from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.generate import generate_fn, sampling_options
 from draft_heads.inference.generate_arguments import MODES, OUTPUTS, check_config
 from draft_heads.inference.sampling import Sampling
@@ -174,6 +176,21 @@ def test_processors_of_the_text_are_applied(model, settings):
     assert torch.equal(run(model, generate_fn(NgramDrafter()), **settings), run(model, **settings))
     prompts = [PROMPT, PROMPT]
     refused(model, "supported for one sequence without padding; got 2", prompts=prompts, **settings)
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter, PromptLookupDrafter, LookaheadDrafter])
+def test_a_constraint_is_asked_only_of_texts_that_it_allows(model, drafter):
+    """What it excludes, and an end of text, have drafts behind them: `generate` never asks it what may follow those."""
+    answers = [[7, 8, 9, 7, 8, 2], [7, 8, 2], [7, 9, 8, 2]]
+
+    def follows(row, ids):
+        allowed = {answer[len(ids) - 6] for answer in answers if answer[: len(ids) - 6] == ids[6:].tolist()}
+        assert allowed, f"asked of {ids[6:].tolist()}"
+        return sorted(allowed)
+
+    for prompt in ([7, 8, 2, 7, 8, 2], [7, 5, 6, 7, 5, 6]):
+        asked = {"prompts": [prompt], "eos_token_id": 2, "prefix_allowed_tokens_fn": follows}
+        assert torch.equal(run(model, generate_fn(drafter()), **asked), run(model, **asked))
 
 
 def test_a_setting_of_the_call_stands_for_the_checkpoints(model):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.heads.chimera import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import best_indices, grow_tree
 from draft_heads.inference.drafters.registry import drafter_for
@@ -142,3 +143,28 @@ def test_of_the_text_only_its_own_k_grams_are_looked_up():
     text = [-1] * (order - 1) + prompt + answer.tokens
     own = {tuple(text[start : start + order]) for start in range(len(text) - order + 1)}
     assert len(set(map(tuple, looked))) > 1 and set(map(tuple, looked)) <= own
+
+
+def test_k_grams_of_slots_without_a_text_are_neither_looked_up_nor_counted():
+    target, prompt = load_target("llama", torch.float64), [7, 9, 7, 9, 8]
+    counts = []
+    for slots in (1, 2, 3):
+        drafter = drafter_for(make_head(target, "chimera"), target, 8, slots=slots, kgram_cache=500)
+        BatchEngine(target, drafter).generate([prompt], GenerationSettings(20, ()))
+        counts.append(drafter.findings())
+    assert counts[0] == counts[1] == counts[2] and counts[0]["misses"] > 1
+
+
+def test_the_slot_of_a_text_that_ended_counts_no_k_grams():
+    target, prompts = load_target("llama", torch.float64), [[7, 9, 7], [30, 31, 32]]
+
+    def answer(which, end=()):
+        drafter = drafter_for(make_head(target, "chimera"), target, 8, slots=len(which), kgram_cache=5000)
+        answers = BatchEngine(target, drafter).generate([prompts[i] for i in which], GenerationSettings(25, end))
+        return [given.tokens for given in answers], set(drafter.cache.table), drafter.findings()["misses"]
+
+    short, long = answer([0, 1])[0]
+    end = (next(token for token in short[2:] if token not in long),)
+    tokens, both, misses = answer([0, 1], end)
+    assert len(tokens[0]) < 20 and len(tokens[1]) == 25
+    assert both == answer([0], end)[1] | answer([1], end)[1] and misses == len(both)

@@ -206,8 +206,16 @@ def test_an_assistant_that_is_cut_short_or_no_model_is_refused(tmp_path):
     weights = tmp_path / "base" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     for load in (lambda: hf_engine(target, {"assistant": base}), lambda: Target.from_pretrained(base, device="cpu")):
-        with pytest.raises(ValueError, match=rf"{base} has weights that cannot be read .* cut short: copy it again"):
+        with pytest.raises(ValueError, match=rf"{base} has weights that cannot be read .* cut short, .* copy it again"):
             load()
+    weights.unlink()
+    for written in (b"", b"PK\x03\x04 and no more", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n"):
+        (tmp_path / "base" / "pytorch_model.bin").write_bytes(written)
+        for load in (lambda: hf_engine(target, {"assistant": base}), lambda: Target.from_pretrained(base)):
+            with pytest.raises(
+                ValueError, match=rf"{base} has weights that cannot be read \([^.]+\); .* copy it again"
+            ):
+                load()
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"assistant \S+/empty is no model's folder"):
         hf_engine(target, {"assistant": str(tmp_path / "empty")})

@@ -112,6 +112,7 @@ class ChimeraDrafter(HeadDrafter):
         self.on_device = self.cache is None  # the host keeps the table of k-grams
         self.carries_over = self.cache is not None
         self._recent = self._all_recent = torch.full((slots, head.config.order - 1), -1, device=self.view.device)
+        self._has_text = torch.zeros(slots, dtype=torch.bool, device=self.view.device)
 
     def memory(self) -> list[Tensor]:
         return [*super().memory(), self._all_recent]
@@ -134,6 +135,7 @@ class ChimeraDrafter(HeadDrafter):
     def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
         """h_n [B, H] and the base token [B]."""
         head, recent = self.head, self._recent[texts]
+        self._has_text[texts] = step.count > 0
         hidden = head.target_states(step.hidden, step.aux_hidden)
         text = torch.cat([recent, step.tokens], dim=1)
         encoded = self._encode(text, step, texts)
@@ -152,20 +154,25 @@ class ChimeraDrafter(HeadDrafter):
             if self.cache is not None:  # rows that repeat the last token have its k-gram
                 row = torch.arange(grams.shape[1], device=grams.device)
                 grams = rows_at(grams, row.minimum(step.count[:, None] - 1).clamp(min=0))
-            return self._encode_grams(grams)
+            return self._encode_grams(grams, texts)
         places, states = self._places(tokens, texts), view.embed(tokens).to(head.dtype)
         attend = self._encoder.of(texts).entering(places, causal=True)
         encoded: Tensor = head.encoder(states, self._rotation(places), attend)
         return encoded
 
-    def _encode_grams(self, grams: Tensor) -> Tensor:
-        """g [B, W, H] of k-grams [B, W, k] (−1: before the first token), through the cache where there is one."""
+    def _encode_grams(self, grams: Tensor, texts: slice) -> Tensor:
+        """g [B, W, H] of k-grams [B, W, k] (−1: before the first token), through the cache where there is one, which
+        has those of slots with a text only."""
 
         def encode(some: Tensor) -> Tensor:
             encoded: Tensor = self.head.encoder(gram_states(self.head, self.view, some))
             return encoded
 
-        return encode(grams) if self.cache is None else self.cache.lookup(grams, encode)
+        if self.cache is None or not (has_text := self._has_text[texts]).any():
+            return encode(grams)
+        own = torch.arange(len(grams), device=grams.device)
+        grams = grams[own.where(has_text, has_text.int().argmax())]  # those of the first text in place of none
+        return self.cache.lookup(grams, encode)
 
     def findings(self) -> dict[str, Any]:
         """See `Drafter.findings`: how often the cache of k-grams had what was looked up."""
@@ -193,7 +200,7 @@ class ChimeraDrafter(HeadDrafter):
             else:
                 own = tokens if self.cache is not None else head.token_states(tokens, self.view)
                 grams = torch.cat([rows_at(grams, parents), own[:, :, None]], dim=2)
-                encoded = head.encoder(grams) if self.cache is None else self._encode_grams(grams)
+                encoded = head.encoder(grams) if self.cache is None else self._encode_grams(grams, slice(len(grams)))
                 grams = grams[:, :, 1:]
             fusion.enter(parents)
             fused = head.fuse(encoded, rotation, fusion)
