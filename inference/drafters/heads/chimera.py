@@ -112,7 +112,7 @@ class ChimeraDrafter(HeadDrafter):
         self.on_device = self.cache is None  # the host keeps the table of k-grams
         self.carries_over = self.cache is not None
         self._recent = self._all_recent = torch.full((slots, head.config.order - 1), -1, device=self.view.device)
-        self._has_text = torch.zeros(slots, dtype=torch.bool, device=self.view.device)
+        self._has_read = torch.zeros(slots, dtype=torch.bool, device=self.view.device)  # since the last draft
 
     def memory(self) -> list[Tensor]:
         return [*super().memory(), self._all_recent]
@@ -135,7 +135,8 @@ class ChimeraDrafter(HeadDrafter):
     def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
         """h_n [B, H] and the base token [B]."""
         head, recent = self.head, self._recent[texts]
-        self._has_text[texts] = step.count > 0
+        if self.cache is not None:
+            self._has_read[: self.slots][texts] |= step.count > 0
         hidden = head.target_states(step.hidden, step.aux_hidden)
         text = torch.cat([recent, step.tokens], dim=1)
         encoded = self._encode(text, step, texts)
@@ -162,16 +163,16 @@ class ChimeraDrafter(HeadDrafter):
 
     def _encode_grams(self, grams: Tensor, texts: slice) -> Tensor:
         """g [B, W, H] of k-grams [B, W, k] (−1: before the first token), through the cache where there is one, which
-        has those of slots with a text only."""
+        has those of slots only whose text goes on."""
 
         def encode(some: Tensor) -> Tensor:
             encoded: Tensor = self.head.encoder(gram_states(self.head, self.view, some))
             return encoded
 
-        if self.cache is None or not (has_text := self._has_text[texts]).any():
+        if self.cache is None or not (goes_on := self._has_read[: self.slots][texts]).any():
             return encode(grams)
         own = torch.arange(len(grams), device=grams.device)
-        grams = grams[own.where(has_text, has_text.int().argmax())]  # those of the first text in place of none
+        grams = grams[own.where(goes_on, goes_on.int().argmax())]  # those of the first such text in place of the others
         return self.cache.lookup(grams, encode)
 
     def findings(self) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class ChimeraDrafter(HeadDrafter):
             else:
                 own = tokens if self.cache is not None else head.token_states(tokens, self.view)
                 grams = torch.cat([rows_at(grams, parents), own[:, :, None]], dim=2)
-                encoded = head.encoder(grams) if self.cache is None else self._encode_grams(grams, slice(len(grams)))
+                encoded = head.encoder(grams) if self.cache is None else self._encode_grams(grams, slice(None))
                 grams = grams[:, :, 1:]
             fusion.enter(parents)
             fused = head.fuse(encoded, rotation, fusion)
@@ -208,4 +209,7 @@ class ChimeraDrafter(HeadDrafter):
             return tempered(logits.float().log_softmax(-1), head.config.tree_temperature)
 
         first = level_log_probs(0, base[:, None], torch.zeros_like(base)[:, None])[:, 0]
-        return grow_tree(first, level_log_probs, self.max_nodes, levels, head.draft_vocab, self.chain)
+        tree = grow_tree(first, level_log_probs, self.max_nodes, levels, head.draft_vocab, self.chain)
+        if self.cache is not None:
+            self._has_read.zero_()
+        return tree

@@ -76,19 +76,19 @@ def step(target, drafter, requests, pieces, layers):
         request.drafts = drafts
 
 
-def make(target, head, slots, context=128):
-    return RequestDrafter(drafter_for(head, target, DRAFTED, slots=slots, tree="chain"), context)
+def make(target, head, slots, context=128, **options):
+    return RequestDrafter(drafter_for(head, target, DRAFTED, slots=slots, tree="chain", **options), context)
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_requests_are_drafted_for_as_one_text_is(target, prompts, kind):
+@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in HEADS), ("chimera", {"kgram_cache": 500})])
+def test_requests_are_drafted_for_as_one_text_is(target, prompts, kind, options):
     """They come and go, in pieces, in any order: tokens and accepted lengths are those of our own chains."""
     head = trained(target, prompts, kind)
     layers = head.config.target_layers
     alone = DecodingEngine(target, drafter_for(head, target, DRAFTED, tree="chain"))
     expected = [alone.generate(prompt, GenerationSettings(TOKENS, eos_token_ids=())) for prompt in prompts]
     assert any(max(answer.accept_lengths) > 2 for answer in expected)
-    drafter = make(target, head, slots=4)
+    drafter = make(target, head, slots=4, **options)
     waiting = [Request(str(number), list(prompt), len(prompt)) for number, prompt in enumerate(prompts)]
     running, ended, tick = [], [], 0
     while waiting or running:
