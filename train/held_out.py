@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -39,7 +38,8 @@ def shared_batches(trainer: Trainer, dataset: Any, size: int) -> Iterator[tuple[
 @torch.no_grad()
 def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, float]:
     """Loss per window, windows, accuracy at every offset, and the share of labels that cannot be drafted: they are
-    outside the draft vocabulary or, for CTC, come after such a label in their window."""
+    outside the draft vocabulary or, for CTC, come after such a label in their window. What no label counts in is
+    left out: no loss, or no accuracy at an offset."""
     offsets = head.config.offsets
     total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
     hits = torch.zeros(offsets, TOP + 2, dtype=torch.float64, device=trainer.args.device)  # …, counted, scored
@@ -54,12 +54,14 @@ def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, f
     summed, windows = trainer.accelerator.reduce(total).tolist()
     every = trainer.accelerator.reduce(hits).tolist()
     labels, scored = (sum(row[column] for row in every) for column in (TOP, TOP + 1))
-    # a label that cannot be drafted has no loss: it counts as the mean of those that have one
-    metrics = {"loss": summed / windows * labels / scored if scored else math.nan, "windows": windows}
+    metrics = {"windows": windows}
+    if scored:  # a label that cannot be drafted has no loss: it counts as the mean of those that have one
+        metrics = {"loss": summed / windows * labels / scored, **metrics}
     if head.config.draft_vocab_size and labels:
         metrics["outside_vocabulary"] = 1 - scored / labels
     for offset, (top_1, *_, counted, _) in enumerate(every, start=1):
-        metrics[f"accuracy_{offset}"] = top_1 / counted if counted else math.nan
+        if counted:
+            metrics[f"accuracy_{offset}"] = top_1 / counted
     return metrics
 
 

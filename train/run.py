@@ -240,10 +240,15 @@ def explain_errors(outlook: Callable[[], str], folder: Path) -> Iterator[None]:
 
 
 def metrics_line(metrics: dict[str, float]) -> str:
-    """The final metrics in a line."""
-    accuracies = [f"{value:.3f}" for name, value in metrics.items() if name.startswith("eval_accuracy_")]
-    beta = f"{metrics['eval_simulated_beta']:.2f}" if "eval_simulated_beta" in metrics else "not measured"
-    figures = f"loss {metrics['eval_loss']:.3f}, simulated β {beta}, top-1 accuracy by offset {' '.join(accuracies)}"
+    """The final metrics in a line; what no label or answer counts in was not measured."""
+    offsets = [int(name.rpartition("_")[2]) for name in metrics if name.startswith("eval_accuracy_")]
+
+    def shown(name: str, form: str, absent: str = "not measured") -> str:
+        return format(metrics[f"eval_{name}"], form) if f"eval_{name}" in metrics else absent
+
+    accuracies = " ".join(shown(f"accuracy_{offset}", ".3f", "–") for offset in range(1, max(offsets, default=0) + 1))
+    figures = f"loss {shown('loss', '.3f')}, simulated β {shown('simulated_beta', '.2f')}, top-1 accuracy by offset "
+    figures += accuracies or "not measured"
     if (outside := metrics.get("eval_outside_vocabulary")) is not None:
         figures += f"; the draft vocabulary cannot draft {outside:.1%} of the labels, which count in the accuracy alone"
     return f"held-out rows: {figures}"

@@ -293,12 +293,13 @@ class DraftHeadTrainer(Trainer):
         head.train(was_training)
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         named[f"{metric_key_prefix}_seconds"] = round(seconds := time.monotonic() - start, 2)
-        best = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
-        if best not in named:
-            raise ValueError(
-                f"--metric_for_best_model {self.args.metric_for_best_model} could not be measured: no held-out answer "
-                "is the target's own text; distil with --labels generate, or leave it out"
-            )
+        best = (self.args.metric_for_best_model or "").removeprefix("eval_")
+        if best and best not in metrics:
+            why = "label counts in it: none is at its offset, or all are outside the draft vocabulary"
+            remedy = "hold out more or longer rows, or choose another metric"
+            if best == "simulated_beta":
+                why, remedy = "answer is the target's own text", "distil with --labels generate, or leave it out"
+            raise ValueError(f"--metric_for_best_model {best} could not be measured, as no held-out {why}; {remedy}")
         self._metrics.exclude(seconds)
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
@@ -334,7 +335,7 @@ class DraftHeadTrainer(Trainer):
 
     def final_evaluation(self) -> dict[str, float]:
         """`evaluate` after training, unless this step's head was evaluated while it trained, be it before a resume."""
-        known = [logs for logs in self.state.log_history if logs["step"] == self.steps and "eval_loss" in logs]
+        known = [logs for logs in self.state.log_history if logs["step"] == self.steps and "eval_windows" in logs]
         return {name: x for name, x in known[-1].items() if name.startswith("eval_")} if known else self.evaluate()
 
     def close_progress(self) -> None:

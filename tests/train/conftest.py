@@ -12,12 +12,13 @@ from tests.train.runs import TARGET, run
 
 @pytest.fixture(scope="session")
 def distil(tmp_path_factory):
-    source = tmp_path_factory.mktemp("source") / "conversations.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in conversations(48, 5, "heldout")))
-    command = ["scripts/distill.py", "--target", TARGET, "--dataset", str(source), "--labels", "argmax"]
+    written = conversations(48, 5, "heldout")
+    command = ["scripts/distill.py", "--target", TARGET, "--labels", "argmax"]
 
-    def into(folder, *flags):
-        status, told = run_script(*command, "--output", str(folder), *flags)
+    def into(folder, *flags, rows=written):
+        source = tmp_path_factory.mktemp("source") / "conversations.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        status, told = run_script(*command, "--dataset", str(source), "--output", str(folder), *flags)
         assert status == 0, told
         return str(folder)
 

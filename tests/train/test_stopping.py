@@ -1,12 +1,14 @@
 """What ends a run before its last step: SIGTERM on one of several processes, the wall clock, patience."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from draft_heads.train.checkpoints import newest_complete_checkpoint
+from draft_heads.train.run import metrics_line
 from draft_heads.train.stopping import Patience, StopOnSigterm, WallClock
 from draft_heads.train.trainer import DraftHeadTrainer
 from tests.running import run_script
@@ -121,3 +123,45 @@ def test_patience_goes_on_counting_in_a_resumed_run():
     state.global_step = 8
     resumed.on_evaluate(args, state, control, {"eval_loss": 2.0})
     assert resumed.exhausted and control.should_training_stop
+
+
+@pytest.fixture(scope="module")
+def short_answers(distil, tmp_path_factory):
+    """Answers of one token and their end: two labels, of which a head of Medusa's drafts one."""
+    turns = [[("human", f"Say a, number {number}"), ("gpt", "a")] for number in range(24)]
+    rows = [{"conversations": [{"from": who, "value": text} for who, text in row]} for row in turns]
+    return distil(tmp_path_factory.mktemp("short") / "out", rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "why"),
+    [
+        ("accuracy_2", "--patience 1", "no held-out label counts in it: none is at its offset"),
+        ("eval_accuracy_2", "--load_best_model_at_end true", "no held-out label counts in it"),
+        ("accuracy_2", "--lr_scheduler_type reduce_lr_on_plateau", "no held-out label counts in it"),
+        ("simulated_beta", "--patience 1", "no held-out answer is the target's own text"),
+    ],
+)
+def test_a_metric_that_decides_and_cannot_be_measured_ends_the_run(short_answers, tmp_path, metric, best, why):
+    flags = f"--eval_strategy steps --eval_steps 2 --metric_for_best_model {metric} {best}"
+    words = command(short_answers, tmp_path / "run", *flags.split(), kind="medusa")
+    status, told = run_script(*without(words, "--save_steps"))
+    name = metric.removeprefix("eval_")
+    assert status == 1 and f"--metric_for_best_model {name} could not be measured, as {why}" in told
+
+
+def test_accuracy_where_no_label_is_is_not_shown(short_answers, tmp_path):
+    status, told = run_script(*command(short_answers, tmp_path / "run", kind="medusa"))
+    assert status == 0 and re.search(r"held-out rows: loss \S+, simulated β .*, top-1 accuracy by offset \S+\n", told)
+    metrics = json.loads((tmp_path / "run/head/provenance.json").read_text())["metrics"]
+    assert "eval_accuracy_1" in metrics and "eval_accuracy_2" not in metrics
+
+
+def test_what_was_not_measured_is_said():
+    assert metrics_line({"eval_windows": 0}) == (
+        "held-out rows: loss not measured, simulated β not measured, top-1 accuracy by offset not measured"
+    )
+    metrics = {"eval_loss": 2.0, "eval_accuracy_1": 0.5, "eval_accuracy_3": 0.25}
+    assert metrics_line(metrics).endswith(
+        "loss 2.000, simulated β not measured, top-1 accuracy by offset 0.500 – 0.250"
+    )
