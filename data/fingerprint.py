@@ -1,4 +1,5 @@
-"""What identifies a target: its architecture and sizes, tokenizer, chat template, and a sample of its weights."""
+"""What identifies a target: its architecture and sizes, tokenizer, chat template, a sample of its weights, and the
+numbers of its configuration that it computes with."""
 
 from __future__ import annotations
 
@@ -13,14 +14,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.common.pretrained import layer_sizes
+from draft_heads.data.common.pretrained import layer_sizes, rope_settings
 from draft_heads.data.text.chat_template import template_source
 
 logger = logging.getLogger(__name__)
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 FIELDS = ("architecture", "vocab_size", "hidden_size", *SIZES, "tokenizer_hash", "chat_template_hash")
-WEIGHTS = ("quantization", "weights_hash", "scales_hash")
+ADDED = ("scales_hash", "constants", "adapter_scaling")  # older fingerprints lack them
+WEIGHTS = ("quantization", "weights_hash", *ADDED)
+CONSTANTS = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "partial_rotary_factor"),
+    *("sliding_window", "attention_chunk_size", "num_experts_per_tok", "attn_logit_softcapping", "logit_scale"),
+    *("final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier"),
+    *("residual_multiplier", "logits_scaling"),
+)
+"""Fields of a model's config that change what it computes with the same weights; beside them its rotary settings."""
+
 _VALUES_PER_WEIGHT = 16
 # Two vocabularies with equal entries may still split text differently: the hash covers how this text is split.
 _PROBE = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
@@ -31,7 +41,8 @@ def target_fingerprint(
 ) -> dict[str, Any]:
     """`FIELDS` of a target from its text config and its tokenizer; stable across library versions.
 
-    sampled_weights: its `weights_hashes`; None leaves the weights out, which are then not compared
+    sampled_weights: its `weights_hashes`, with an adapter its `adapter_scaling` too; None leaves the weights out, which
+    are then not compared
     """
     fingerprint = {
         "architecture": str(config.model_type).removesuffix("_text"),  # one name alone and inside a multimodal model
@@ -40,12 +51,26 @@ def target_fingerprint(
         **{name: getattr(layer_sizes(config), name, None) for name in SIZES},
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "chat_template_hash": chat_template_hash(tokenizer),
+        "constants": constants(config),
     }
     if sampled_weights is not None:
         quantization = getattr(config, "quantization_config", None)
         fingerprint["quantization"] = None if quantization is None else str(_quantization_method(quantization))
         fingerprint |= sampled_weights
     return fingerprint
+
+
+def constants(config: Any) -> dict[str, Any]:
+    """What a model computes with beside its weights: the `CONSTANTS` that its config has, and its rotary settings."""
+    known = {name: value for name in CONSTANTS if (value := getattr(config, name, None)) is not None}
+    ropes = [[rope.get(name) for name in ("rope_type", "rope_theta", "factor")] for rope in rope_settings(config)]
+    return known | {"rope": [rope for rope in ropes if any(rope)]}
+
+
+def adapter_scaling(model: nn.Module) -> str:
+    """Hash of what each layer of a PEFT model multiplies its adapter's update by (16 hex digits)."""
+    scaling = {name: module.scaling for name, module in model.named_modules() if hasattr(module, "scaling")}
+    return _digest(json.dumps({name: value for name, value in scaling.items() if isinstance(value, dict)}))
 
 
 def _quantization_method(config: Any) -> Any:
@@ -104,7 +129,7 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
     is not known, of an older version or of a head from elsewhere, is not compared, which a line says too.
     """
     known = [name for name in (*FIELDS, *WEIGHTS) if name in target]
-    missing = [name for name in known if name not in (*made_for, "scales_hash")]  # scales are an addition to values
+    missing = [name for name in known if name not in (*made_for, *ADDED)]
     different = [name for name in known if name in made_for and made_for[name] != target[name]]
     weights = [name for name in different if name in WEIGHTS]
     others = [name for name in different if name not in WEIGHTS]  # their difference implies that of the weights
@@ -130,7 +155,8 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
     if weights:
         raise ValueError(
             f"{what} was made with other weights of the same architecture, a fine-tune or another quantization "
-            f"({named}); labels are a model's own: pass the target that made them, or make them again with this one"
+            f"({named}); labels are a model's own: pass the target that made them, in the dtype that it had, or make "
+            "them again with this one"
         )
     if missing:
         logger.warning("%s does not say what it was made for in %s: not compared", what, ", ".join(missing))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.fingerprint import ADDED
 from draft_heads.inference.evaluation.metrics import shown_name
 from draft_heads.inference.evaluation.report_text import Table, interval_cell, lossless_cell, number, overall, setting
 
@@ -87,7 +88,7 @@ def check_targets(reports: Reports) -> None:
     """ValueError naming two reports whose targets differ."""
     (first, report), *others = reports.items()
     for name, other in others:
-        if identity(report["target"]) != identity(other["target"]):
+        if not same_target(report["target"], other["target"]):
             here, there = target_name(report), target_name(other)
             apart = [row[0] for row in differences({first: report, name: other}).rows if here == there]
             unlike = ", ".join(key.removeprefix("target ") for key in apart if key.startswith("target "))
@@ -97,9 +98,16 @@ def check_targets(reports: Reports) -> None:
             )
 
 
-def identity(target: dict[str, Any] | None) -> Any:
-    """What makes two targets one: the fingerprint, or the number of parameters where a report has none."""
-    return target and (target.get("fingerprint") or target.get("parameters"))
+def same_target(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    """Whether two reports have one target, by fingerprint, or by number of parameters where they have none. A field
+    that an older version did not write is not compared."""
+    if not one or not other:
+        return one == other
+    ours, theirs = one.get("fingerprint") or {}, other.get("fingerprint") or {}
+    if not ours or not theirs:
+        return ours == theirs and one.get("parameters") == other.get("parameters")
+    added = {name for name in ADDED if name not in ours or name not in theirs}
+    return all(ours.get(name) == theirs.get(name) for name in {*ours, *theirs} - added)
 
 
 def target_name(report: Report) -> str:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from draft_heads.data.common.pretrained import MAY_BE_MISSING, check_folder_or_hub_id, model_class
-from draft_heads.data.fingerprint import weights_hashes
+from draft_heads.data.fingerprint import adapter_scaling, weights_hashes
 from draft_heads.data.text.chat_template import load_tokenizer, template_source
 from draft_heads.inference.target import sharded
 
@@ -182,7 +182,8 @@ def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
         # again, for what it does not find a place for, under the names of today; embeddings may be in a file twice
         unread = adapted.load_adapter(adapter, "default", torch_device="cpu").unexpected_keys
         unread = [name for name in unread if ".modules_to_save." not in name and ".token_adapter." not in name]
-        hashes = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
+        # before the merge, whose rounding depends on the type
+        hashes = {**weights_hashes(adapted), "adapter_scaling": adapter_scaling(adapted)}
         _unshare(adapted)
         merged = adapted.merge_and_unload()
     except UserWarning as warning:

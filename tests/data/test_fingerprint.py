@@ -1,8 +1,10 @@
 """What two targets must share, and the error that names where they differ."""
 
+import json
+
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import MistralConfig, Qwen3Config
 
 from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint, weights_hashes
 from draft_heads.inference.target.target import Target
@@ -93,3 +95,35 @@ def test_another_scale_of_one_tensor_is_another_model_but_not_to_an_older_finger
     if factor == 2:
         check_fingerprint(before, of(scaled), "--dataset D")  # which knows no scales
     assert not caplog.messages
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_parameters": {**ROPE, "rope_theta": 500000.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+        {"rms_norm_eps": 1e-3},
+        {"sliding_window": 8},
+    ],
+    ids=["theta", "linear", "norm", "window"],
+)
+def test_the_same_weights_under_other_constants_are_another_model_but_not_to_an_older_fingerprint(changed, caplog):
+    """They answer otherwise: labels of one are not those of the other, though no weight, size or token differs."""
+
+    def of(**values):
+        config = MistralConfig(**CONFIG.to_dict() | {"rope_parameters": ROPE, "sliding_window": 64} | values)
+        return target_fingerprint(config, byte_tokenizer(template("chatml")), {"weights_hash": "w"})
+
+    ours = of()
+    check_fingerprint(json.loads(json.dumps(ours)), of(), "--dataset D")
+    with pytest.raises(ValueError, match=r"D was made with other weights .* \(constants \{"):
+        check_fingerprint(of(**changed), ours, "--dataset D")
+    check_fingerprint(
+        {name: value for name, value in ours.items() if name != "constants"}, of(**changed), "--dataset D"
+    )
+    assert not caplog.messages
+    check_fingerprint(of(**changed), ours, "head H", fine_tune=True)
+    assert "head H was trained for another model of the same architecture" in caplog.text

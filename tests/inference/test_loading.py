@@ -15,6 +15,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.inference.evaluation.hf_assisted import hf_engine
 from draft_heads.inference.target.target import Target
 from tests.internals import changed
@@ -71,6 +72,21 @@ def test_an_adapter_changes_its_own_layers_alone_where_others_share_their_weight
     found = target.prefill(IDS[0], target.new_cache(IDS.shape[1]))
     torch.testing.assert_close(target.logits(found.hidden), own, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(target.model(input_ids=IDS).logits[0], own, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_an_adapter_that_is_scaled_otherwise_makes_another_target(tmp_path):
+    """The same weights, of which twice as much is added: labels of the one are not those of the other."""
+    base, found = save_base(tmp_path / "base", tied=True), []
+    for alpha in (4, 8, 4):
+        torch.manual_seed(1)
+        folder = tmp_path / f"adapter {len(found)}"
+        save_adapter(folder, base, target_modules=["q_proj", "up_proj"], lora_alpha=alpha)
+        found.append(Target.from_pretrained(base, torch.float32, "cpu", adapter=str(folder)).fingerprint())
+    assert found[0]["weights_hash"] == found[1]["weights_hash"] == found[2]["weights_hash"]
+    check_fingerprint(found[0], found[2], "--dataset D")
+    with pytest.raises(ValueError, match=r"D was made with other weights .* \(adapter_scaling '"):
+        check_fingerprint(found[0], found[1], "--dataset D")
 
 
 @pytest.mark.parametrize("kept", [lambda name: "layers.1." in name, lambda name: False])

@@ -225,6 +225,9 @@ def test_another_target_is_refused_unless_asked_for(folders, capsys, tmp_path):
     moved = {**TARGET, "path": "elsewhere/stub"}  # the same weights in another folder
     write_json(tmp_path / "c" / "report.json", report_of(moved))
     assert "| target | models/stub | elsewhere/stub |" in output_of(both, capsys).out
+    newer = {**TARGET, "fingerprint": {**FINGERPRINT, "constants": {"rope": []}}}  # what older versions do not note
+    write_json(tmp_path / "c" / "report.json", report_of(newer))
+    assert "of another" not in output_of(both, capsys).out
 
 
 def test_a_report_that_cannot_be_read_is_named_with_the_remedy(folders, capsys, tmp_path):
