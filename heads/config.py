@@ -179,21 +179,22 @@ def target_sizes(config: Any) -> dict[str, Any]:
     """
     config = layer_sizes(config)
     heads = config.num_attention_heads
-    if (width := getattr(config, "word_embed_proj_dim", config.hidden_size)) != config.hidden_size:
+    if (read := getattr(config, "word_embed_proj_dim", config.hidden_size)) != config.hidden_size:
         raise ValueError(
             f"heads need a target whose LM head reads states as wide as its layers; {config.model_type}'s reads "
-            f"{width} values, its layers have {config.hidden_size}; pick another target"
+            f"{read} values, its layers have {config.hidden_size}; pick another target"
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    if "full_attention" in rope:  # one set of parameters per layer type
-        rope = rope["full_attention"]
+    if any(isinstance(one, dict) for one in rope.values()):  # one set of parameters per layer type; some have none
+        rope = rope.get("full_attention") or rope.get("sliding_attention") or {}
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return {
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "intermediate_size": width[-1] if isinstance(width, (list, tuple)) else width,  # a list has that of each layer
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
         "rope_theta": float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
     }

@@ -38,9 +38,9 @@ def label(
     labelled_at = [[True] * length for length in lengths] if masks is None else masks
     # padding is masked: any token will do that has a row in the embedding, as a tokenizer's own may not
     ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=0)
-    positions = torch.arange(max(lengths)).expand_as(ids_BL)  # padding on the right is not seen
-    device = target.device
-    hidden_BLH, aux_BLK = target.modules(ids_BL.to(device), positions.to(device), target_layers=target_layers)
+    ids, device = ids_BL.to(target.device), target.device
+    positions = torch.arange(max(lengths), device=device).expand_as(ids)  # padding on the right is not seen
+    hidden_BLH, aux_BLK = target.forward_rows(ids, torch.ones_like(ids), positions, target_layers)
     wanted_BL = pad_sequence([torch.tensor([*mask[1:], False]) for mask in labelled_at], batch_first=True)
     hidden_NH = hidden_BLH[wanted_BL.to(device)]
     chosen_N = torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
@@ -48,7 +48,8 @@ def label(
     greedy_BL[:, 1:][wanted_BL[:, :-1]] = chosen_N
     aux_BLK = hidden_BLH[..., :0] if aux_BLK is None else aux_BLK
     labelled = []
-    for hidden_LH, aux_LK, chosen_L, row, mask in zip(hidden_BLH, aux_BLK, greedy_BL, rows, masks or [()] * len(rows)):
+    shown = masks or [()] * len(rows)
+    for hidden_LH, aux_LK, chosen_L, row, mask in zip(hidden_BLH, aux_BLK, greedy_BL, rows, shown, strict=True):
         greedy = chosen_L[: len(row)].tolist()
         for start, end in turns(mask):
             greedy[start:end] = processed_choices(target, row, hidden_LH, start, end) or greedy[start:end]

@@ -42,13 +42,21 @@ class ModuleDecoder:
 
     @contextmanager
     def _capture_outputs(self, target_layers: Sequence[int], device: torch.device) -> Iterator[list[Tensor]]:
-        """Collects the outputs of layers on a device, in their order, while the decoder runs in this thread."""
+        """Collects the outputs of layers on a device, in their order, while the decoder runs in this thread; ValueError
+        for layers that give several states of each token, as Gemma 3n's."""
         outputs: list[Tensor] = []
         thread = get_ident()
 
         def keep(module: Any, args: Any, output: Any) -> None:
-            if get_ident() == thread:
-                outputs.append((output[0] if isinstance(output, tuple) else output).to(device))
+            if get_ident() != thread:
+                return
+            states = output[0] if isinstance(output, tuple) else output
+            if states.dim() != 3:
+                raise ValueError(
+                    "target_layers must be left out where a layer gives several states of a token; those of "
+                    f"{self.config.model_type} have shape {list(states.shape)}"
+                )
+            outputs.append(states.to(device))
 
         layers = self.layers
         hooks = [layers[layer - 1].register_forward_hook(keep) for layer in target_layers] if layers else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -133,7 +134,10 @@ def _compare(target: Target, seed: int, exact: bool) -> tuple[LogitsRule, bool, 
     paths = torch.stack([torch.cat([prompt, rows[list(path)], following]) for path in (_FIRST, _SECOND)])  # [2, L]
 
     products: list[Tensor] = []
-    hook = target.lm_head.register_forward_hook(lambda module, args, output: products.append(output))
+    thread = get_ident()  # others may run the model meanwhile
+    hook = target.lm_head.register_forward_hook(
+        lambda module, args, output: products.append(output) if get_ident() == thread else None
+    )
     try:
         own = target.model(input_ids=paths, use_cache=False).logits
     finally:

@@ -380,11 +380,12 @@ class Target:
         in; states at padding are meaningless.
         """
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
-        if int(segment_ids.max()) <= 1:
-            return self.modules(input_ids, index.expand_as(input_ids), target_layers=target_layers)
-        visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
-        masks = masks_by_layer_type(visible, position_ids, position_ids, self.window, self.layer_types)
-        return self.modules(input_ids, position_ids, masks, target_layers=target_layers)
+        with TRYING:
+            if int(segment_ids.max()) <= 1:
+                return self.modules(input_ids, index.expand_as(input_ids), target_layers=target_layers)
+            visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
+            masks = masks_by_layer_type(visible, position_ids, position_ids, self.window, self.layer_types)
+            return self.modules(input_ids, position_ids, masks, target_layers=target_layers)
 
     def states_of(self, batch: dict[str, Tensor], target_layers: Sequence[int] = ()) -> dict[str, Tensor]:
         """A training batch's `hidden [B, L, H]` and `aux_hidden [B, L, k·H]`, cached or computed now."""

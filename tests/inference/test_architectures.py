@@ -1,6 +1,7 @@
 """Loading targets of other families: their own logits, what a tree gives, and what is refused."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,3 +234,29 @@ def test_logits_by_a_rule_that_the_config_does_not_name_are_refused():
     model.register_forward_hook(lambda module, args, output: output.__setitem__("logits", output.logits.tanh()))
     with pytest.raises(ValueError, match="scaled or capped as its config says"):
         Target(model, name="tanh")
+
+
+def test_sizes_that_a_config_gives_for_each_layer_or_type_of_layer():
+    """The feed-forward width may be a list; a type of layer without a rotation has None for its settings."""
+    config = SimpleNamespace(**_SIZES)  # of another family's class, which takes lists
+    sliding = {"rope_type": "default", "rope_theta": 5e5}
+    for ropes, theta in (
+        ({"full_attention": None, "sliding_attention": sliding}, 5e5),
+        ({"full_attention": {"rope_theta": 3e4}, "sliding_attention": sliding}, 3e4),
+        ({"rope_type": "default", "rope_theta": 2e4}, 2e4),
+        ({"full_attention": None, "sliding_attention": None}, 1e4),
+        (None, 1e4),
+    ):
+        config.rope_parameters, config.intermediate_size = ropes, [64, 96]
+        assert (target_sizes(config)["rope_theta"], target_sizes(config)["intermediate_size"]) == (theta, 96)
+
+
+def test_layers_that_give_several_states_of_a_token_are_not_read():
+    """Gemma 3n keeps four copies of each state between its layers, side by side in another dimension."""
+    own = {"head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 211, "laurel_rank": 4}
+    target = Target(_model("gemma3n_text", **own, num_kv_shared_layers=0, sliding_window=16))
+    assert len(target.label([[5, 6, 7], [8, 9]], True)) == 2
+    with pytest.raises(
+        ValueError, match=r"several states of a token; those of gemma3n_text have shape \[4, 2, 3, 32\]"
+    ):
+        target.label([[5, 6, 7], [8, 9]], True, [1])

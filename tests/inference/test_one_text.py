@@ -99,6 +99,42 @@ def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried
     assert second.ident and answers == [answer] * 2 and len(made) == (way == "generate")
 
 
+def test_labels_of_another_thread_wait_until_the_target_has_been_tried(monkeypatch):
+    """In the shorter window of the trial they would be another text's, and so would the states beside them."""
+    settings, rows = GenerationSettings(24, ()), [[*PROMPT, *range(40, 70)], PROMPT]
+    expected = load_target("mistral", torch.float64).label(rows, True)
+    target, found, own = load_target("mistral", torch.float64), [], probe._compare_texts
+    second = Thread(target=lambda: found.extend(target.label(rows, True)))
+
+    def compare(*args):
+        if second.ident is None:
+            second.start()
+        second.join(timeout=0.3)
+        return own(*args)
+
+    monkeypatch.setattr(probe, "_compare_texts", compare)
+    DecodingEngine(target, VanillaDrafter()).generate(PROMPT, settings)
+    second.join()
+    assert [one.greedy_ids for one in found] == [one.greedy_ids for one in expected]
+    assert all(torch.equal(one.hidden, other.hidden) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_trial_reads_the_lm_heads_product_of_its_own_thread():
+    """Another thread runs the model while it is tried, as transformers' own `generate` in a server may."""
+    target = load_target("llama", torch.float64)
+    states = torch.zeros(1, 3, target.config.hidden_size, dtype=torch.float64)
+
+    def run_elsewhere(*args):
+        other = Thread(target=lambda: target.lm_head(states))
+        other.start()
+        other.join()
+
+    hook = target.model.register_forward_pre_hook(run_elsewhere)
+    rule, one_size = probe.probe(target)
+    hook.remove()
+    assert rule == target.rule and one_size
+
+
 def test_the_outputs_of_layers_are_those_of_its_own_threads_forward():
     """Hooks are on the layers, which run for other threads too."""
     target, settings = load_target("llama", torch.float64), GenerationSettings(24, ())
