@@ -70,6 +70,7 @@ class Drafter(ABC):
     options     an object of `options_type`
     max_nodes   upper bound of a proposal's nodes
     max_depth   upper bound of a proposal's depth
+    deepest_draft  upper bound of the depth of its candidates, where other nodes may be deeper: `max_depth`
     window_nodes  upper bound of a proposal's nodes that are no candidates (`DraftTree.candidate`)
     vocabulary  it proposes token ids below this one only; 0: none but those of the text and the target's choices
     drafts_for  the text that it was begun with, which the engine that began it sets; another object for a batch
@@ -97,6 +98,10 @@ class Drafter(ABC):
     vocabulary: int = 0
     drafts_for: object = None
     graphs: CapturedSteps | None = None
+
+    @property
+    def deepest_draft(self) -> int:
+        return self.max_depth
 
     @property
     def target_layers(self) -> tuple[int, ...]:

@@ -203,7 +203,7 @@ def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
         name: "+".join(part.drafter.kind for part in getattr(drafter, "parts", ())) or drafter.kind
         for name, drafter in drafters.items()
     }
-    depths = {name: drafter.max_depth for name, drafter in drafters.items()}
+    depths = {name: drafter.deepest_draft for name, drafter in drafters.items()}
     return {"sources": sources, "options": options, "kinds": kinds, "depths": depths}
 
 

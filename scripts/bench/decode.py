@@ -77,7 +77,7 @@ def in_turn(arms: dict[str, Callable[[], Any]], repeats: int, device: torch.devi
 def ratio(over: list[float], under: list[float]) -> dict[str, float]:
     """Median and quartiles of the ratios of runs that were neighbours."""
     ratios = [a / b for a, b in zip(over, under)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
 
 

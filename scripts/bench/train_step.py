@@ -46,7 +46,7 @@ from draft_heads.heads.ctc_loss import ctc_loss_reference
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import in_turn, ratio
-from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.scripts.decoding_options import check_positive, script_parser
 from draft_heads.train.batches import TokenBatches
 from draft_heads.train.memory import count_parameters
 from draft_heads.train.options import RunOptions
@@ -208,7 +208,11 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int:
 def peak_in_own_process(*flags: str, **environment: str) -> int:
     """Bytes that this script reports, called once more with `flags` beside its own, of which one is `--arm`."""
     command = [sys.executable, *sys.argv, *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | environment)
+    if done.returncode:  # it has said why
+        raise ValueError(
+            f"the memory of an arm is measured in a process of its own, which ended with {done.returncode}"
+        )
     found: int = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
     return found
 
@@ -249,6 +253,7 @@ def run() -> None:
     add("--device", help="default: cuda if present")
     add("--arm", choices=ARMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    check_positive(args, "rows", "tokens_per_batch", "rows_per_batch", "repeats")
     use_threads(args.threads)
     if args.arm:
         bench = Bench(args, args.heads[0])

@@ -23,6 +23,10 @@ def begun(drafter, prompt=(3, 4, 5), base=7):
     return drafter
 
 
+def depth_of(tree):
+    return depths(ancestor_rows(tree.parents, 20))[0, 1:].tolist()
+
+
 def answer(drafter, tree, choices, base=7):
     """The target refuses every draft and says `choices` at the rows behind the base token."""
     one = torch.tensor([[0]])
@@ -38,6 +42,8 @@ def test_a_cell_sees_row_0_up_to_its_column_and_its_column_up_to_its_row():
     tree = drafter.propose()
     check_tree(tree)
     assert tree.tokens[0].tolist()[2:] == [11, 12, 20, 21]
+    deepest = max(depth for depth, drafted in zip(depth_of(tree), tree.candidate[0].tolist(), strict=True) if drafted)
+    assert deepest == drafter.deepest_draft == 2 < drafter.max_depth == max(depth_of(tree))
     assert tree.candidate[0].tolist() == [False] * 4 + [True] * 2
     sees = ancestor_rows(tree.parents, drafter.max_depth)
     assert [row.nonzero().flatten().tolist() for row in sees[0]] == [

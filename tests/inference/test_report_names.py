@@ -30,7 +30,7 @@ ODD = ("[bold]", "[/x]", "a|b", "$x$ and $y$", "_hidden", ":smile:", "a`b", "new
 class StubDrafter(SimpleNamespace):
     """Says of itself what it is given."""
 
-    slots, kind, parts, max_depth, keeps_text, __hash__ = 1, "", (), 4, True, object.__hash__
+    slots, kind, parts, deepest_draft, keeps_text, __hash__ = 1, "", (), 4, True, object.__hash__
 
     def of_slot(self, slot):
         return self

@@ -10,7 +10,7 @@ from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.scripts.bench import decode as bench_decode
-from draft_heads.scripts.bench.decode import ScriptedAcceptance, schedule
+from draft_heads.scripts.bench.decode import ScriptedAcceptance, ratio, schedule
 from tests.inference.models import load_target, make_head
 
 SMALL = ["--questions", "1", "--prompt_tokens", "32", "--new_tokens", "12", "--repeats", "2", "--max_nodes", "8"]
@@ -34,6 +34,20 @@ def test_it_reports_every_ratio(monkeypatch, capsys):
     assert set(result["verify_over_step"]) == {"8", "16", "32", "64"}
     medusa = result["scripted medusa 2.3"]
     assert medusa["beta"] == pytest.approx(2.3, abs=0.4) and 0 < medusa["eta_bound"] < 1
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        ([3.0], (3, 3, 3)),
+        ([1.0, 2.0], (1.25, 1.5, 1.75)),
+        ([1.0, 2.0, 3.0], (1.5, 2, 2.5)),
+        ([5.0, 1, 2, 4, 3], (2, 3, 4)),
+    ],
+)
+def test_quartiles_lie_within_what_was_measured(taken, expected):
+    """As numpy's linear ones; of two runs the spread was wider than the runs."""
+    assert tuple(ratio(taken, [1.0] * len(taken))[name] for name in ("low", "median", "high")) == expected
 
 
 @pytest.mark.parametrize(

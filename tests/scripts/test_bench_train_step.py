@@ -1,5 +1,6 @@
 """The plain way computes the losses of ours, so that their times compare."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from draft_heads.heads import cross_entropy, ctc_loss
 from draft_heads.heads.checkpoint import HEADS
 from draft_heads.scripts.bench import train_step
 from tests.data.labels.distilling.distilled import run_distill
+from tests.running import ROOT
 from tests.tiny_chat import save_target, write_sharegpt
 
 
@@ -69,3 +71,20 @@ def test_both_ways_run_the_target_also_over_a_dataset_with_its_states(given):
         bench.pass_over(arm)
         assert len(forwards) == len(bench.batches[arm])
     assert bench.spent["target"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--rows", "0"], "--rows must be at least 1; got 0"),
+        (["--repeats", "-1"], "--repeats must be at least 1; got -1"),
+        (["--rows_per_batch", "0"], "--rows_per_batch must be at least 1"),
+        (["--dataset", "nowhere"], "ended with 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(given, monkeypatch, capfd, flags, told):
+    words = ["--target", given.target, "--dataset", given.dataset, "--heads", "medusa", *flags]
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts/bench/train_step.py"), *words])
+    assert train_step.exit_status(train_step.run) == 2
+    said = capfd.readouterr().err
+    assert told in said and "Traceback" not in said

@@ -170,6 +170,10 @@ class HybridDrafter(Drafter):
         self._steps = 0
 
     @property
+    def deepest_draft(self) -> int:
+        return self._deepest_node
+
+    @property
     def target_layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for part in self.parts for layer in part.drafter.target_layers}))
 

@@ -86,6 +86,10 @@ class LookaheadDrafter(TextDrafter):
         cells = range((n - 1) * self.width)
         self._cell_parents = [cell - (1 if cell < self.width else self.width) for cell in cells]
 
+    @property
+    def deepest_draft(self) -> int:
+        return self.n - 1  # a phrase without its first token, which is the base token
+
     def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         """Forget the last text's phrases; fill the window's first row with random prompt tokens."""
         if self._owns_pool:
