@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from draft_heads.configs.options import out_of_memory
 from draft_heads.data.common.pretrained import MAY_BE_MISSING, check_folder_or_hub_id, model_class
 from draft_heads.data.fingerprint import adapter_scaling, weights_hashes
 from draft_heads.data.text.chat_template import load_tokenizer, template_source
@@ -70,6 +71,9 @@ def load_model(
                     model, info = load(attn_implementation="eager")
         except ValueError as error:
             raise ValueError(f"the target {path} ({config.model_type}) is no causal LM: {error}") from None
+        except Exception:
+            _check_can_be_built(path, config)
+            raise
     check_complete(path, info)
     hashes = None
     if adapter:
@@ -77,6 +81,17 @@ def load_model(
     if not placed and not split and not mapped:
         model.to(device)
     return model, hashes
+
+
+def _check_can_be_built(path: str, config: Any) -> None:
+    """ValueError for a config.json from which transformers makes no model, whatever the weights are."""
+    try:
+        with torch.device("meta"):
+            model_class(config).from_config(config)
+    except Exception as error:
+        raise ValueError(
+            f"no model can be made from the config.json of {path} ({type(error).__name__}: {error}); copy it again"
+        ) from None
 
 
 @contextmanager
@@ -192,9 +207,12 @@ def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
             f"a PEFT adapter has weights for every layer of the target that it changes; --target_adapter {adapter} has "
             f"no {_some(missing)}; give the target that it was trained on"
         ) from None
-    except (AttributeError, ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+    except Exception as error:  # settings that their kind of adapter cannot use may raise any
+        if out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"--target_adapter {adapter} cannot be loaded and merged ({error}); give a PEFT adapter's folder or hub "
+            f"--target_adapter {adapter} cannot be loaded and merged ({reason}); give a PEFT adapter's folder or hub "
             "id, of a kind that merges into the weights, as LoRA"
         ) from None
     if unread:

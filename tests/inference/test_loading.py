@@ -246,3 +246,45 @@ def test_an_assistant_of_transformers_own_that_lacks_weights_is_refused(tmp_path
     (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     with pytest.raises(ValueError, match=r"asks for; \S+/base has no model\.layers\.3\.\S+, .*, and 6 more"):
         hf_engine(target, {"assistant": str(tmp_path / "base")})
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_act": "sweeglu"}, {"head_dim": 0}, {"pad_token_id": 9999}])
+def test_a_config_of_which_no_model_can_be_made_is_refused_in_a_sentence(tmp_path, wrong):
+    """Its class takes the values, and building the model raises whatever it comes to first."""
+    base = tmp_path / "base"
+    save_base(base, tied=False)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(
+        ValueError, match=r"no model can be made from the config.json of \S+/base \(\w+: .*; copy it again"
+    ):
+        Target.from_pretrained(str(base), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        *[
+            (settings, None)
+            for settings in ({"r": None}, {"lora_alpha": "x"}, {"target_modules": 5}, {"peft_type": "ABC"})
+        ],
+        ({"peft_type": "PREFIX_TUNING"}, None),
+        *[
+            ({}, weights)
+            for weights in (b"", b"version https://git-lfs.github.com/spec/v1\nsize 12", b"PK\3\4 cut short")
+        ],
+    ],
+)
+def test_an_adapter_that_cannot_be_used_is_refused_in_a_sentence(tmp_path, settings, weights):
+    base = save_base(tmp_path / "base", tied=False)
+    folder = tmp_path / "adapter"
+    save_adapter(folder, base, target_modules=["q_proj"])
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+    if weights is not None:
+        (folder / "adapter_model.safetensors").unlink()
+        (folder / "adapter_model.bin").write_bytes(weights)
+    with pytest.raises(
+        ValueError, match=r"--target_adapter \S+ cannot be loaded and merged \(.+\); give a PEFT adapter"
+    ):
+        Target.from_pretrained(base, device="cpu", adapter=str(folder))
