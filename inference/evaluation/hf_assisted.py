@@ -54,7 +54,7 @@ def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
         told: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # `check_complete` judges
         with readable(path):
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, **told)
-        check_complete(path, loaded[1])
+        check_complete(path, *loaded)
         assistant = loaded[0].to(target.device).eval()
         if (own := assistant.config.get_text_config().vocab_size) != target.vocab_size:
             raise ValueError(

@@ -74,7 +74,7 @@ def load_model(
         except Exception:
             _check_can_be_built(path, config)
             raise
-    check_complete(path, info)
+    check_complete(path, model, info)
     hashes = None
     if adapter:
         model, hashes = _merge_adapter(model, adapter)
@@ -121,14 +121,25 @@ def _unreadable(path: str, why: str) -> ValueError:
     )
 
 
-def check_complete(path: str, info: dict[str, Any]) -> None:
-    """ValueError for a checkpoint that lacks weights, or has them in another shape: transformers makes random ones."""
+def check_complete(path: str, model: nn.Module, info: dict[str, Any]) -> None:
+    """ValueError for a checkpoint that lacks weights, or has them in another shape: transformers makes random ones; and
+    for one with more than a layer's own, as its bias or the scales of int8 weights, without which it is another layer.
+
+    info: of transformers' loading. What belongs to no layer of the model, as an image encoder's weights, may stay over.
+    """
     lacking = [f"no {name}" for name in sorted(info["missing_keys"])]
     lacking += [f"{name} of shape {list(shape)}" for name, shape, _ in sorted(info["mismatched_keys"])]
     if lacking:
         raise ValueError(
             f"a model has all weights that its config.json asks for; {path} has {_some(lacking)}; copy it again, or "
             "give the checkpoint of a causal LM"
+        )
+    layers = {name for name, module in model.named_modules() if module._parameters}
+    over = [name for name in sorted(info["unexpected_keys"]) if name.rpartition(".")[0] in layers]
+    if over and not getattr(model.config, "quantization_config", None):
+        raise ValueError(
+            f"a layer takes all weights that the checkpoint has of it; those of {path} do not take {_some(over)}: "
+            "config.json is of another model, or lacks the quantization_config; copy it again"
         )
 
 

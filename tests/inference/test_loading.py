@@ -288,3 +288,29 @@ def test_an_adapter_that_cannot_be_used_is_refused_in_a_sentence(tmp_path, setti
         ValueError, match=r"--target_adapter \S+ cannot be loaded and merged \(.+\); give a PEFT adapter"
     ):
         Target.from_pretrained(base, device="cpu", adapter=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("over", "taken"),
+    [
+        ("model.layers.1.self_attn.q_proj.weight_scale", False),
+        ("model.layers.2.mlp.up_proj.bias", False),
+        ("lm_head.bias", False),
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", True),  # as Llamas of 2023 have
+        ("vision_tower.patches.weight", True),
+    ],
+)
+def test_a_checkpoint_with_more_weights_of_a_layer_is_refused(tmp_path, over, taken):
+    """Scales or a bias that nothing adds: the model would answer, losslessly, with another model's text."""
+    base = save_base(tmp_path, tied=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, over: torch.ones(32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    if taken:
+        assert Target.from_pretrained(base, device="cpu").parameters > 0
+        return
+    with pytest.raises(
+        ValueError, match=rf"a layer takes all weights .* {base} do not take {over}: config\.json is of an"
+    ):
+        Target.from_pretrained(base, device="cpu")
+    with pytest.raises(ValueError, match=f"do not take {over}"):
+        hf_engine(Target.from_pretrained("tests/tiny_target", device="cpu"), {"assistant": base})
