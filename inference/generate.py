@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    EosTokenCriteria,
     GenerationMixin,
     LogitNormalization,
     LogitsProcessorList,
@@ -67,8 +68,9 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         # from torch's own generator; equal prompts differ
         draws = [{**sampling, "seed": int(torch.randint(2**62, ()))} if sampling else {} for _ in input_ids]
         prompts = [ids[skip:].tolist() for ids, skip in zip(input_ids, padding)]
-        # end tokens come as criteria
-        ends = tuple(int(token) for one in stopping_criteria for token in getattr(one, "eos_token_id", ()))
+        # end tokens come as a criterion; the user's own ones may have such a field and judge otherwise
+        of_ends = [one for one in stopping_criteria if type(one) is EosTokenCriteria]
+        ends = tuple(int(token) for one in of_ends for token in one.eos_token_id)
         with _evaluation_mode(model):
             if id(model) not in engines:
                 with TRYING:  # another thread may be making its target

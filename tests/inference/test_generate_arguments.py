@@ -357,6 +357,29 @@ def test_a_batch_is_padded_as_generate_does(model, pad):
     assert torch.equal(run(model, generate_fn(VanillaDrafter()), prompts, **ends), expected)
 
 
+class Twice(StoppingCriteria):
+    """Ends when some of the tokens were written twice."""
+
+    def __init__(self, eos_token_id):
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, input_ids, scores, **kwargs):
+        ends = torch.as_tensor(self.eos_token_id).reshape(-1)
+        return torch.isin(input_ids[:, len(PROMPT) :], ends).sum(1) >= 2
+
+
+@pytest.mark.parametrize("form", [int, lambda token: [token], lambda token: torch.tensor([token])])
+def test_a_criterion_of_ones_own_with_end_tokens_judges_as_it_says(model, form):
+    free = run(model, max_new_tokens=60)[0, len(PROMPT) :].tolist()
+    token = next(token for token in free[2:] if free.count(token) > 2)
+    criteria = StoppingCriteriaList([Twice(form(token))])
+    expected = run(model, max_new_tokens=60, stopping_criteria=criteria)
+    assert expected[0, len(PROMPT) :].tolist().count(token) == 2 and expected.shape[1] < len(PROMPT) + 60
+    assert torch.equal(
+        run(model, generate_fn(VanillaDrafter()), max_new_tokens=60, stopping_criteria=criteria), expected
+    )
+
+
 class FirstOfAll(StoppingCriteria):
     """The common form that looks at the first sequence only."""
 
