@@ -29,6 +29,8 @@ choose_wait_policy(sys.argv[1:])
 _NO_SETTINGS = ("config", "print_recipe")
 """Flags that a file of settings cannot give, beside those that print something and exit."""
 
+_TEXTS = ("system", "api_key", "model_name", "served_model_name")
+"""Flags whose values are no paths, in which a tilde is a letter."""
 
 _VALUES = {
     "int": ("a whole number", "write for example 12"),
@@ -70,7 +72,8 @@ def expand_home(text: str) -> str:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Errors are one sentence without the usage; an unknown flag is answered with the known one that is nearest.
+    """Errors are one sentence without the usage; an unknown flag is answered with the known one that is nearest. Of a
+    flag that is given twice the last value counts, but a list or --config is refused, of which half would be lost.
 
     refused_flag(name): the sentence that answers a flag known elsewhere that is none here, or None
     """
@@ -78,8 +81,20 @@ class OptionParser(argparse.ArgumentParser):
     refused_flag: Callable[[str], str | None] = staticmethod(lambda name: None)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([expand_home(text) for text in given], namespace)
+        self._given = set[str]()
+        return super().parse_known_args(args, namespace)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Called for each time that a flag is given."""
+        if action.dest in self._given and (action.nargs in ("+", "*") or action.dest == "config"):
+            remedy = "name one file" if action.dest == "config" else "write all its values after it once"
+            self.error(f"{action.option_strings[0]} is given once; got it twice; {remedy}")
+        self._given.add(action.dest)
+        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        text = arg_string if action.dest in _TEXTS else expand_home(arg_string)
+        return super()._get_value(action, text)  # type: ignore[misc]
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -149,7 +164,7 @@ def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
     try:
         if value is None or isinstance(value, dict | list):
             raise ValueError
-        converted = kind(expand_home(str(value)))
+        converted = kind(str(value) if flag.dest in _TEXTS else expand_home(str(value)))
     except (ValueError, argparse.ArgumentTypeError):
         known = "true_or_false" if flag.const is True else getattr(kind, "__name__", str(kind))
         rule, remedy = _VALUES.get(known, (f"of type {known}", "write another"))

@@ -105,9 +105,10 @@ class Chat:
         a new one under a name that another has."""
         spec = self.specs.get(text or self.drafter) or DrafterSpec.parse(expand_home(text))
         if (known := self.specs.get(spec.name, spec)) != spec:
+            name, _, words = text.partition("=")
             raise ValueError(
                 f"drafters must have different names; {spec.name!r} is another's; got {text!r}; give it a name of its "
-                f"own, as in new={text.partition('=')[2] or text}"
+                f"own, as in new={words if name == spec.name else text}"
             )
         self.use(known)
         return ", ".join(f"({name})" if name == self.drafter else name for name in self.specs)

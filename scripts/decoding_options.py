@@ -268,6 +268,7 @@ def describe_run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     settings = {name: getattr(options, name) for name in REPORTED} | {"forward": target.forward_kind}
     own = target.model.generation_config
     settings |= {"own_settings_applied": processor_settings(own), "own_settings_not_applied": unapplied_settings(own)}
+    settings |= {"end_token_ids": sorted(target.end_token_ids), "max_positions": target.max_positions}
     return {"target": model, "settings": settings | lossy}
 
 

@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
     parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
     args = parser.parse_args()
+    args.heads = list(dict.fromkeys(args.heads))
     output = args.output.resolve()
     console = plain_console()
     if output.exists():  # it is deleted

@@ -7,6 +7,7 @@ hf_draft=transformers,assistant=DIR         drafts of a smaller model, as `gener
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -72,12 +73,16 @@ class HFAssisted(HFGenerate):
         """config: settings of the generation config; assistant: a model that drafts"""
         super().__init__(target)
         self._config, self._assistant = config, assistant
+        self._assistants_own = None if assistant is None else deepcopy(assistant.generation_config)
 
     def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation:
         """As `HFGenerate.generate`; a step is a round of `generate`, and drafting is counted as verification."""
         stopper = Stopper(settings, self.target, room(self.target, len(prompt_ids), settings.max_new_tokens))
         answer, clock = Generation(), Clock()
-        more = {} if self._assistant is None else {"assistant_model": self._assistant}
+        more = {}
+        if self._assistant is not None:  # a schedule of generate's writes there how many drafts come next
+            self._assistant.generation_config = deepcopy(self._assistants_own)
+            more = {"assistant_model": self._assistant}
         rounds = _Rounds(stopper, answer, len(prompt_ids))
         hf_generate(self.target, prompt_ids, settings, stopper.limit, [rounds], self._config, more)
         clock.lap("verify")

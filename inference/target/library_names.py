@@ -44,9 +44,13 @@ def is_recurrent(model: Any, config: Any) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """What was laid on a module's forward, but for hooks that change no output: transformers' that record them from the
-    first `output_hidden_states=True` on, what `enable_input_require_grads` lays on embeddings, and our own."""
-    return [
+    """What was laid on a module's forward or put in its place, but for what changes no output: transformers' hooks that
+    record them from the first `output_hidden_states=True` on, what `enable_input_require_grads` lays on embeddings, our
+    own, and its own forward, compiled."""
+    replaced = module.__dict__.get("forward")  # as steering, scaling and long-context patches do
+    within = getattr(replaced, "_torchdynamo_orig_callable", replaced)
+    own = getattr(within, "__func__", within) is type(module).forward
+    return ([] if replaced is None or own else [replaced]) + [
         hook
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if getattr(hook, "__module__", "") != output_capturing.__name__

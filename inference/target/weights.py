@@ -51,7 +51,7 @@ class WeightsSeen:
 
 
 def _held(model: nn.Module) -> tuple[list[Any], list[int]]:
-    """Every module, hook and parameter of a model; every parameter's counter of updates and address."""
+    """Every module, its forward, hook and parameter of a model; every parameter's counter of updates and address."""
     held: list[Any] = []
     numbers: list[int] = []
     waiting: list[nn.Module | None] = [model]
@@ -59,7 +59,7 @@ def _held(model: nn.Module) -> tuple[list[Any], list[int]]:
         module = waiting.pop()
         if module is None:
             continue
-        held += [module, *forward_hooks(module)]
+        held += [module, type(module).forward, *forward_hooks(module)]
         for parameter in module._parameters.values():
             if parameter is not None:
                 held.append(parameter)

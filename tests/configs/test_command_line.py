@@ -177,6 +177,50 @@ def test_a_path_after_an_equals_sign_may_begin_with_the_home_folder(tmp_path, mo
     assert options.target == "a~/b" and expand_home("x~ ~/y") == "x~ ~/y"  # a tilde elsewhere is a letter
 
 
+def test_a_tilde_in_a_text_is_a_letter(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    parser = OptionParser()
+    parser.add_argument("--config", type=Path)
+    for name in ("system", "api_key", "served_model_name", "model_name"):
+        parser.add_argument(f"--{name}")
+    (tmp_path / "c.yaml").write_text("model_name: ~/m\n")
+    given = [
+        f"--config={tmp_path}/c.yaml",
+        "--system",
+        "Set HOME=~/work, A:~",
+        "--api_key=abc+~",
+        "--served_model_name=~",
+    ]
+    options = parse_with_config(parser, given, [])
+    assert (options.system, options.api_key) == ("Set HOME=~/work, A:~", "abc+~")
+    assert (options.served_model_name, options.model_name) == ("~", "~/m")
+
+
+def test_a_list_that_is_given_twice_is_refused_and_of_other_flags_the_last_counts(tmp_path, capsys):
+    parser = OptionParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--drafters", nargs="+")
+    parser.add_argument("--layers", nargs="*", type=int)
+    parser.add_argument("--limit", type=int)
+    (tmp_path / "c.yaml").write_text("drafters: [x, y]\n")
+    for words, told in (
+        (
+            "--drafters a b --limit 3 --drafters c",
+            "--drafters is given once; got it twice; write all its values after it",
+        ),
+        ("--layers 1 --layers", "--layers is given once; got it twice"),
+        (
+            f"--config {tmp_path}/c.yaml --config {tmp_path}/c.yaml",
+            "--config is given once; got it twice; name one file",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            parse_with_config(parser, words.split(), [])
+        assert told in capsys.readouterr().err
+    options = parse_with_config(parser, f"--limit 1 --config {tmp_path}/c.yaml --limit 2 --drafters z".split(), [])
+    assert (options.limit, options.drafters) == (2, ["z"])
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

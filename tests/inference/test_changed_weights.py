@@ -1,6 +1,7 @@
 """What happens to a model between two answers is noticed: the next answer is that of the model as it is now."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from draft_heads.inference.generate import generate_fn
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.fused_decoder import FusedDecoder
+from draft_heads.inference.target.library_names import forward_hooks
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.weights import WeightsSeen
 from tests.inference.models import Rerun, in_slots, make_head
@@ -109,7 +111,18 @@ def hooked_before(model):
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (-2 * args[0],))
 
 
-LAID_ON = (laid_on, laid_on_the_head, hooked, hooked_before)
+def replaced(model):
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda states: -3 * own(states)
+
+
+def replaced_norm(model):
+    norm = model.model.layers[1].input_layernorm
+    norm.forward = MethodType(lambda self, states: type(self).forward(self, states) + 0.5, norm)
+
+
+LAID_ON = (laid_on, laid_on_the_head, hooked, hooked_before, replaced, replaced_norm)
 CHANGES = [*LAID_ON, merged, new_parameter, new_module, new_layer_norm, loaded, in_place]
 CHANGES += [through_data, data_of_one_row, an_optimizers_step, back_and_forth]
 
@@ -339,3 +352,23 @@ def test_a_text_ends_where_another_engine_noticed_other_weights():
     with pytest.raises(RuntimeError, match="weights were changed before this text had ended; begin it again"):
         next(text)
     assert first.generate(PROMPT, SETTINGS).tokens == expected_tokens(target.model)
+
+
+def test_a_forward_that_is_replaced_in_its_class_is_noticed(monkeypatch):
+    target = Target(random_llama(211))
+    engine = DecodingEngine(target, VanillaDrafter())
+    before = engine.generate(PROMPT, SETTINGS).tokens
+    kind = type(target.model.model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, states: -3 * own(self, states))
+    after = expected_tokens(target.model)
+    assert engine.generate(PROMPT, SETTINGS).tokens == after != before
+
+
+def test_its_own_forward_compiled_changes_nothing():
+    model = random_llama(211)
+    for forward in (model.forward, torch.compile(model.forward)):
+        model.forward = forward
+        assert not forward_hooks(model) and FusedDecoder.can_drive(model)
+    model.forward = torch.compile(lambda *args: None)
+    assert forward_hooks(model) and not FusedDecoder.can_drive(model)

@@ -1,5 +1,6 @@
 """transformers' `generate` as an engine: the oracle's tokens under every stop rule, and no step too many."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,22 @@ def test_generate_with_drafts_of_its_own_gives_the_same_answer_in_rounds(target,
             assert sum(given.accept_lengths) == len(given.tokens) == len(given.sources)
         if stop is None and not sampling:
             assert given.target_steps < len(given.tokens)  # its own assistant is always right
+
+
+def test_an_answer_with_an_assistant_does_not_depend_on_those_before(target, prompts, tmp_path):
+    """Under this schedule `generate` writes into the assistant's config how many drafts come next."""
+    target.model.save_pretrained(tmp_path)
+    own = {
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "heuristic",
+        "assistant_confidence_threshold": 0.0,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    engine, settings = hf_engine(target, {"assistant": str(tmp_path)}), GenerationSettings(24)
+    first = [engine.generate(prompt, settings).accept_lengths for prompt in prompts]
+    alone = [hf_engine(target, {"assistant": str(tmp_path)}).generate(p, settings).accept_lengths for p in prompts]
+    assert first == alone == [engine.generate(prompt, settings).accept_lengths for prompt in prompts]
+    assert engine._assistant.generation_config.num_assistant_tokens != 3  # it is written, and taken back
 
 
 def test_an_assistant_of_another_vocabulary_is_refused(target, tmp_path):

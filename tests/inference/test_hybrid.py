@@ -378,3 +378,12 @@ def test_words_that_make_no_sense_are_refused(llama, words, told):
 def test_one_part_is_no_hybrid(llama):
     with pytest.raises(ValueError, match="at least 2 parts; got 1"):
         HybridDrafter([("ngram", NgramDrafter())], llama)
+
+
+@pytest.mark.parametrize("second", ["prompt_lookup,k=3", "ngram"])
+def test_a_window_deepens_no_draft(target, second):
+    """Lookahead's window has rows that are deeper than any phrase; they are no drafts."""
+    other = build_drafter(DrafterSpec.parse(second), target, 8)
+    hybrid = HybridDrafter([("lookahead", LookaheadDrafter(n=3, w=7)), (other.kind, other)], target, 64)
+    deepest = 3 if second != "ngram" else max(other.max_depth, 2 + 4)  # which go on four tokens beyond a phrase's two
+    assert hybrid.deepest_draft == deepest < hybrid.max_depth == 3 - 2 + 7

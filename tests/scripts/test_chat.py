@@ -91,8 +91,8 @@ def test_a_name_in_use_is_no_other_drafters(target):
     chat_with = chat.Chat(target, chat.parse(["--target", "t", "--drafters", "ngram,k=3"]))
     before = chat_with.engines["ngram"]
     assert chat_with.switch("ngram,k=3") == chat_with.switch("ngram") == "(ngram), vanilla"
-    for words in ("ngram,k=2", "ngram=medusa:no/such/head"):
-        with pytest.raises(ValueError, match=r"must have different names; 'ngram' is another's; got .*; give it a"):
+    for words, named in (("ngram,k=2", "new=ngram,k=2"), ("ngram=medusa:no/such/head", "new=medusa:no/such/head")):
+        with pytest.raises(ValueError, match=rf"must have different names; 'ngram' is another's; .* as in {named}$"):
             chat_with.switch(words)
     assert chat_with.engines["ngram"] is before and chat_with.drafter == "ngram"
     with pytest.raises(ValueError):

@@ -160,11 +160,12 @@ class HybridDrafter(Drafter):
         extending = [drafter for _, drafter in parts if drafter.extends_paths]
         tables = [[drafter.of_slot(slot).table for drafter in extending] for slot in range(self.slots)]  # type: ignore[attr-defined]
         self._tables = [max(of_text, key=lambda table: table.n, default=None) for of_text in tables]
-        deepest = max(drafter.max_depth for _, drafter in parts)
-        trees = max((drafter.max_depth for _, drafter in parts if not drafter.extends_paths), default=0)
+        deepest = max(drafter.deepest_draft for _, drafter in parts)
+        trees = max((drafter.deepest_draft for _, drafter in parts if not drafter.extends_paths), default=0)
         usual_depth = max(deepest, trees + 4) if extending else deepest
         self._deepest_node = min(self.options.depth or usual_depth, self.max_nodes)
-        self.max_depth = max(self._deepest_node, deepest)  # window rows may be deeper than merged nodes
+        rows = max(drafter.max_depth for _, drafter in parts)
+        self.max_depth = max(self._deepest_node, rows)  # window rows may be deeper than merged nodes
         self.vocabulary = max(drafter.vocabulary for _, drafter in parts)
         self._texts = [_Text() for _ in range(self.slots)]
         self._steps = 0
