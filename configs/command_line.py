@@ -14,6 +14,7 @@ import shlex
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,28 +74,31 @@ def expand_home(text: str) -> str:
 
 class OptionParser(argparse.ArgumentParser):
     """Errors are one sentence without the usage; an unknown flag is answered with the known one that is nearest. Of a
-    flag that is given twice the last value counts, but a list or --config is refused, of which half would be lost.
+    flag that is given twice the last values count; for a list and --config, which lose some, a line says so.
 
     refused_flag(name): the sentence that answers a flag known elsewhere that is none here, or None
     """
 
     refused_flag: Callable[[str], str | None] = staticmethod(lambda name: None)
+    _given: Counter[str]
+    _told: frozenset[str] = frozenset()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = set[str]()
-        return super().parse_known_args(args, namespace)
+        self._given = Counter()
+        parsed = super().parse_known_args(args, namespace)
+        lists = {a.dest: a.option_strings[0] for a in self._actions if a.nargs in ("+", "*") or a.dest == "config"}
+        for name in lists.keys() - self._told:
+            if self._given[name] > 1:
+                print(f"warning: {lists[name]} is given twice; only its last values count", file=sys.stderr)
+                self._told |= {name}
+        return parsed
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Called for each time that a flag is given."""
-        if action.dest in self._given and (action.nargs in ("+", "*") or action.dest == "config"):
-            remedy = "name one file" if action.dest == "config" else "write all its values after it once"
-            self.error(f"{action.option_strings[0]} is given once; got it twice; {remedy}")
-        self._given.add(action.dest)
-        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+        self._given[action.dest] += 1  # called for each time that a flag is given
+        return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        text = arg_string if action.dest in _TEXTS else expand_home(arg_string)
-        return super()._get_value(action, text)  # type: ignore[misc]
+        return super()._get_value(action, arg_string if action.dest in _TEXTS else expand_home(arg_string))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -149,7 +153,7 @@ def _config_value(name: str, flag: argparse.Action, value: Any) -> Any:
     if value is None and flag.default is not None:
         raise ValueError(f"--config {name}: {flag.dest} has no value; give one, or delete the line")
     if value is None:
-        return None
+        return flag.const  # as of the bare flag; None for most
     if flag.nargs in ("+", "*"):
         return [_single_value(name, flag, item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:

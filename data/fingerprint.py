@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.common.pretrained import layer_sizes, rope_settings
+from draft_heads.data.common.pretrained import layer_sizes
 from draft_heads.data.text.chat_template import template_source
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,13 @@ SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "int
 FIELDS = ("architecture", "vocab_size", "hidden_size", *SIZES, "tokenizer_hash", "chat_template_hash")
 ADDED = ("scales_hash", "constants", "adapter_scaling")  # older fingerprints lack them
 WEIGHTS = ("quantization", "weights_hash", *ADDED)
-CONSTANTS = (
-    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "partial_rotary_factor"),
-    *("sliding_window", "attention_chunk_size", "num_experts_per_tok", "attn_logit_softcapping", "logit_scale"),
-    *("final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier"),
-    *("residual_multiplier", "logits_scaling"),
+_NO_CONSTANT = re.compile(
+    r"_.*|.*(token_id|token_ids|token_index|dropout|pdrop|layerdrop|loss|aux|jitter|initializer|init_std|label|dtype).*"
+    r"|(output|return|use_cache|vocab|summary|mask|time|vision|audio|freeze|quantization|per_layer_config).*"
+    r"|(max|n)_(position|ctx|seq|source|target).*|.*(architecture|_version|auto_map|pretraining_tp|model_type)s?"
+    r"|(is|add|cross)_(encoder|decoder|cross|attention).*|tie_.*|problem_type|torchscript|chunk_size_.*|languages?|seed"
 )
-"""Fields of a model's config that change what it computes with the same weights; beside them its rotary settings."""
+"""Names of a config that change nothing of what the same weights compute, or that other fields say."""
 
 _VALUES_PER_WEIGHT = 16
 # Two vocabularies with equal entries may still split text differently: the hash covers how this text is split.
@@ -61,10 +62,35 @@ def target_fingerprint(
 
 
 def constants(config: Any) -> dict[str, Any]:
-    """What a model computes with beside its weights: the `CONSTANTS` that its config has, and its rotary settings."""
-    known = {name: value for name in CONSTANTS if (value := getattr(config, name, None)) is not None}
-    ropes = [[rope.get(name) for name in ("rope_type", "rope_theta", "factor")] for rope in rope_settings(config)]
-    return known | {"rope": [rope for rope in ropes if any(rope)]}
+    """What a model computes with beside its weights, sizes and types: what else its config says, as its rotary
+    settings, windows, types of layers, norms, activations and factors; None where it has no value."""
+    values = {name: value for name, value in config.to_dict().items() if not _NO_CONSTANT.fullmatch(name)}
+    known: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return {name: _without_none(value) for name, value in sorted(known.items()) if name not in ("hidden_size", *SIZES)}
+
+
+def _without_none(value: Any) -> Any:
+    """A setting without those inside it that have no value."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+
+
+def compared(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Where two fingerprints differ: the field, `constants.NAME` for one of them, and both values, None where there is
+    none. What an older version, or another one of transformers, did not write is not compared."""
+    ours, theirs = map(flat, (one, other))
+    may_lack = {name for name in (*ours, *theirs) if name.partition(".")[0] in ADDED}
+    names = [name for name in {**ours, **theirs} if name not in may_lack or (name in ours and name in theirs)]
+    return [(name, ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)]
+
+
+def flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """A fingerprint's fields, those of `constants` by `constants.NAME`."""
+    inner = fingerprint.get("constants") or {}
+    return {name: value for name, value in fingerprint.items() if name != "constants"} | {
+        f"constants.{name}": value for name, value in inner.items()
+    }
 
 
 def adapter_scaling(model: nn.Module) -> str:
@@ -130,18 +156,20 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
     """
     known = [name for name in (*FIELDS, *WEIGHTS) if name in target]
     missing = [name for name in known if name not in (*made_for, *ADDED)]
-    different = [name for name in known if name in made_for and made_for[name] != target[name]]
-    weights = [name for name in different if name in WEIGHTS]
-    others = [name for name in different if name not in WEIGHTS]  # their difference implies that of the weights
+    shared = [{name: known_of[name] for name in known if name in made_for} for known_of in (made_for, target)]
+    different = {name: f"{name} {made!r} against the target's {own!r}" for name, made, own in compared(*shared)}
+    weights = [name for name in different if name.partition(".")[0] in WEIGHTS]
+    others = [name for name in different if name not in weights]  # their difference implies that of the weights
     if fine_tune and weights and set(others) <= {"chat_template_hash"}:
         logger.warning(
-            "%s was trained for another model of the same architecture and tokenizer (other weights%s): decoding stays "
+            "%s was trained for another model of the same architecture and tokenizer (%s%s): decoding stays "
             "lossless, but fewer drafts may be accepted",
             what,
+            "; ".join(different[name] for name in weights) if all("." in name for name in weights) else "other weights",
             ", another chat template" if others else "",
         )
         return
-    named = "; ".join(f"{name} {made_for[name]!r} against the target's {target[name]!r}" for name in others or weights)
+    named = "; ".join(different[name] for name in others or weights)
     if others == ["chat_template_hash"] and not weights:
         raise ValueError(
             f"{what} was made for this target with another chat template ({named}); pass the chat template it was "

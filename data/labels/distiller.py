@@ -47,7 +47,12 @@ class Row:
     shortened: int = 0  # recorded answers to earlier questions that the template renders without a part
     begun: bool = False  # whether its earlier turns are a row already
     trained: bool = True  # whether the answer that is being written is to be trained on
+    own: bool = False  # whether the target itself wrote all its answers, which are their own labels
     labelled: Labelled | None = None  # of `ids`, where what wrote the answer has them
+
+    def own_labels(self) -> list[int]:
+        """[L], the labels of answers that the target itself wrote: their tokens, -100 elsewhere."""
+        return [token if trained else -100 for token, trained in zip(self.ids, self.mask, strict=True)]
 
 
 class Distiller:
@@ -135,8 +140,10 @@ class Distiller:
             batch = unlabelled[start : start + self.options.batch_size]
             texts, masks = [row.ids for row in batch], [row.mask for row in batch]
             keep_hidden, layers = self.hidden_dtype is not None, self.options.target_layers
-            for row, labelled in zip(batch, self.target.label(texts, keep_hidden, layers, masks)):
-                yield row.number, self._record(row, labelled)
+            for row, labelled in zip(batch, self.target.label(texts, keep_hidden, layers, masks), strict=True):
+                # what a forward chooses may differ: a processor may depend on how long the answer might have become
+                own = labelled._replace(greedy_ids=row.own_labels()) if row.own else labelled
+                yield row.number, self._record(row, own)
             if self.unit == "conversations":
                 self.advance(len(batch))
             else:
@@ -258,14 +265,14 @@ class Distiller:
         return row
 
     def _add_answer(self, row: Row, prompt: list[int], answer: Answer) -> None:
+        row.own = answer.is_own and (row.own or not row.ids)
         row.mask += [False] * (len(prompt) - len(row.ids)) + [row.trained] * len(answer.tokens)
         row.ids = prompt + answer.tokens
         row.answer = self.renderer.answer_text(answer.tokens, self.target.end_token_ids)
         row.finish = answer.finish
         kept = answer.hidden is not None and (answer.aux_hidden is not None or not self.options.target_layers)
-        if answer.is_own and (kept or self.hidden_dtype is None):  # earlier answers are their own labels, too
-            greedy = [token if own else -100 for token, own in zip(row.ids, row.mask)]
-            row.labelled = Labelled(greedy, answer.hidden, answer.aux_hidden)
+        if row.own and (kept or self.hidden_dtype is None):
+            row.labelled = Labelled(row.own_labels(), answer.hidden, answer.aux_hidden)
         if answer.finish != "end":
             row.pending = []
             row.cut = answer.finish == "limit" and len(row.ids) == self.max_length

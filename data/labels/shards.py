@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
@@ -30,6 +31,7 @@ import pyarrow as pa
 
 from draft_heads.data.common.files import LOCK, checksum, lock_folder, names_path, read_manifest, write_text
 from draft_heads.data.common.processes import TOKEN, Processes
+from draft_heads.data.fingerprint import compared
 from draft_heads.data.labels.answer_journal import count_answers
 
 logger = logging.getLogger(__name__)
@@ -291,12 +293,17 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
-    old, new = (_flatten({key: source.get(key) for key in _HEADER}) for source in (manifest, header))
-    return [
-        f"{key} is {old.get(key)!r} there, {new.get(key)!r} here"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (key in old or not key.startswith("target.fingerprint"))  # older versions
-    ]
+    known: dict[str, Any]
+    asked: dict[str, Any]
+    known, asked = ({key: source.get(key) for key in _HEADER} for source in (manifest, header))
+    made_for, own = (of["target"]["fingerprint"] for of in (known, asked))
+    shared = {name: value for name, value in own.items() if name in made_for}  # of what an older version wrote
+    different = [(f"target.fingerprint.{name}", there, here) for name, there, here in compared(made_for, shared)]
+    for of in (known, asked):
+        of["target"] = {**of["target"], "fingerprint": None}
+    old, new = _flatten(known), _flatten(asked)
+    different += [(key, old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    return [f"{key} is {there!r} there, {here!r} here" for key, there, here in sorted(different, key=itemgetter(0))]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

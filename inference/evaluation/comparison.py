@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.fingerprint import ADDED
+from draft_heads.data.fingerprint import ADDED, compared, flat
 from draft_heads.inference.evaluation.metrics import shown_name
 from draft_heads.inference.evaluation.report_text import Table, interval_cell, lossless_cell, number, overall, setting
 
@@ -106,8 +106,7 @@ def same_target(one: dict[str, Any] | None, other: dict[str, Any] | None) -> boo
     ours, theirs = one.get("fingerprint") or {}, other.get("fingerprint") or {}
     if not ours or not theirs:
         return ours == theirs and one.get("parameters") == other.get("parameters")
-    added = {name for name in ADDED if name not in ours or name not in theirs}
-    return all(ours.get(name) == theirs.get(name) for name in {*ours, *theirs} - added)
+    return not compared(ours, theirs)
 
 
 def target_name(report: Report) -> str:
@@ -127,7 +126,8 @@ def differences(reports: Reports) -> Table:
     for key in dict.fromkeys(key for one in given for key in one):
         values = [one.get(key, "–") for one in given]
         needed = key if key.startswith("questions: ") else f"{key.partition(': ')[0]}: loaded"  # by who has it
-        own = [value for value, one in zip(values, given) if needed in one or ": " not in key]
+        added = key.startswith("target ") and key.removeprefix("target ").partition(".")[0] in ADDED
+        own = [x for x, one in zip(values, given) if (key in one if added else needed in one or ": " not in key)]
         if len(set(own)) > 1:
             rows.append([key, *values])
     return Table("What differs", ("setting", *reports), rows, 1 + len(reports))
@@ -138,7 +138,8 @@ def facts(report: Report) -> dict[str, str]:
     target, known = report["target"] or {}, dict[str, Any]()
     known |= {"target": target.get("path"), "parameters": target.get("parameters")}
     known |= {"dtype": target.get("dtype"), "device": target.get("device")}
-    known |= {f"target {name}": value for name, value in (target.get("fingerprint") or {}).items()}
+    fingerprint = flat(target.get("fingerprint") or {})
+    known |= {f"target {name}": "none" if x is None and "." in name else x for name, x in fingerprint.items()}
     settings = report["settings"]
     known |= {key: value for key, value in settings.items() if key not in ("drafters", "benchmarks", CHECKSUMS, LOADED)}
     known |= {key: value for key, value in report["environment"].items() if key != "time"}

@@ -196,29 +196,25 @@ def test_a_tilde_in_a_text_is_a_letter(tmp_path, monkeypatch):
     assert (options.served_model_name, options.model_name) == ("~", "~/m")
 
 
-def test_a_list_that_is_given_twice_is_refused_and_of_other_flags_the_last_counts(tmp_path, capsys):
-    parser = OptionParser()
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--drafters", nargs="+")
-    parser.add_argument("--layers", nargs="*", type=int)
-    parser.add_argument("--limit", type=int)
-    (tmp_path / "c.yaml").write_text("drafters: [x, y]\n")
-    for words, told in (
-        (
-            "--drafters a b --limit 3 --drafters c",
-            "--drafters is given once; got it twice; write all its values after it",
-        ),
-        ("--layers 1 --layers", "--layers is given once; got it twice"),
-        (
-            f"--config {tmp_path}/c.yaml --config {tmp_path}/c.yaml",
-            "--config is given once; got it twice; name one file",
-        ),
-    ):
-        with pytest.raises(SystemExit):
-            parse_with_config(parser, words.split(), [])
-        assert told in capsys.readouterr().err
-    options = parse_with_config(parser, f"--limit 1 --config {tmp_path}/c.yaml --limit 2 --drafters z".split(), [])
-    assert (options.limit, options.drafters) == (2, ["z"])
+def test_of_a_flag_that_is_given_twice_the_last_counts_and_a_list_or_config_is_told(tmp_path, capsys):
+    def parsed(words):
+        parser = OptionParser()
+        parser.add_argument("--config", type=Path)
+        parser.add_argument("--drafters", nargs="+")
+        parser.add_argument("--layers", nargs="*", type=int)
+        parser.add_argument("--limit", type=int)
+        options = parse_with_config(parser, words.split(), [])
+        return options, capsys.readouterr().err
+
+    (tmp_path / "c.yaml").write_text("drafters: [x, y]\nlimit: 4\n")
+    config = f"--config {tmp_path}/c.yaml"
+    told = "warning: {} is given twice; only its last values count\n"
+    options, said = parsed("--drafters a b --limit 3 --drafters c")
+    assert (options.drafters, said) == (["c"], told.format("--drafters"))
+    assert parsed("--layers 1 --layers")[1] == told.format("--layers")
+    assert parsed(f"--config /no/such.yaml {config}")[1] == told.format("--config")
+    options, said = parsed(f"--limit 1 {config} --limit 2 --drafters z")
+    assert (options.limit, options.drafters, said) == (2, ["z"], "")
 
 
 @pytest.mark.parametrize(

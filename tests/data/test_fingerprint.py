@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import MistralConfig, Qwen3Config
+from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
 
 from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint, weights_hashes
 from draft_heads.inference.target.target import Target
@@ -101,16 +101,20 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("changed", "named"),
     [
-        {"rope_parameters": {**ROPE, "rope_theta": 500000.0}},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-        {"rms_norm_eps": 1e-3},
-        {"sliding_window": 8},
+        ({"rope_parameters": {**ROPE, "rope_theta": 500000.0}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}, "rope_parameters"),
+        ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, "rope_parameters"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps"),
+        ({"sliding_window": 8}, "sliding_window"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
     ],
-    ids=["theta", "linear", "norm", "window"],
 )
-def test_the_same_weights_under_other_constants_are_another_model_but_not_to_an_older_fingerprint(changed, caplog):
+def test_the_same_weights_under_other_constants_are_another_model_but_not_to_an_older_fingerprint(
+    changed, named, caplog
+):
     """They answer otherwise: labels of one are not those of the other, though no weight, size or token differs."""
 
     def of(**values):
@@ -119,11 +123,38 @@ def test_the_same_weights_under_other_constants_are_another_model_but_not_to_an_
 
     ours = of()
     check_fingerprint(json.loads(json.dumps(ours)), of(), "--dataset D")
-    with pytest.raises(ValueError, match=r"D was made with other weights .* \(constants \{"):
-        check_fingerprint(of(**changed), ours, "--dataset D")
+    for one, other in ((of(**changed), ours), (ours, of(**changed))):
+        with pytest.raises(ValueError, match=rf"D was made with other weights .* \(constants.{named} "):
+            check_fingerprint(one, other, "--dataset D")
     check_fingerprint(
         {name: value for name, value in ours.items() if name != "constants"}, of(**changed), "--dataset D"
     )
     assert not caplog.messages
     check_fingerprint(of(**changed), ours, "head H", fine_tune=True)
-    assert "head H was trained for another model of the same architecture" in caplog.text
+    assert (
+        f"head H was trained for another model of the same architecture and tokenizer (constants.{named}" in caplog.text
+    )
+
+
+def test_what_computes_nothing_and_what_another_version_does_not_write_are_no_difference():
+    def of(**values):
+        return target_fingerprint(MistralConfig(**CONFIG.to_dict() | values), byte_tokenizer(template("chatml")))
+
+    ours = of()
+    other = of(
+        use_cache=False, attention_dropout=0.5, max_position_embeddings=4096, bos_token_id=7, initializer_range=1.0
+    )
+    assert ours["constants"] == other["constants"]
+    newer = {**ours, "constants": {**ours["constants"], "a_field_of_tomorrow": 3}}
+    for one, another in ((ours, newer), (newer, ours)):
+        check_fingerprint(one, another, "--dataset D")
+
+
+def test_a_model_saved_anew_is_the_same_model(tmp_path):
+    """transformers saves the rotations of Gemma 3's types of layers in another order than it reads them in."""
+    older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8}
+    config = Gemma3TextConfig.from_dict(older)
+    config.save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer(template("chatml"))
+    before, after = (target_fingerprint(one, tokenizer) for one in (config, Gemma3TextConfig.from_pretrained(tmp_path)))
+    assert before == after and before["constants"]["rope_parameters"]["sliding_attention"]["rope_theta"] == 1e4

@@ -114,3 +114,12 @@ def test_left_out_rows_are_listed_in_the_summary(given, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "1 row dropped: malformed JSON (line 1)" in printed
     assert "line 3 (id c1): its first answer begins beyond max_length 36" in printed
+
+
+def test_a_setting_without_a_value_is_the_bare_flag(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("hidden_states:\n")
+    given = ["--target", "t", "--dataset", "d", "--output", "o"]
+    assert distill.parse([*given, "--config", str(config)]).hidden_states == "target"
+    assert distill.parse([*given, "--hidden_states"]).hidden_states == "target"
+    assert distill.parse(given).hidden_states is None

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.shards import _differences as differences
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.conversations import ConversationError
 from draft_heads.data.text.rendering import ChatRenderer
@@ -263,6 +264,20 @@ def test_finished_output_and_other_settings_name_overwrite(target, source, tmp_p
         run_distill(other, source, out, limit=4)
     run_distill(target, source, out, overwrite=True, limit=3)
     assert len(rows_of(out)) == 3
+
+
+def test_a_run_goes_on_with_the_same_constants_only_and_older_ones_are_not_compared():
+    def header(**constants):
+        return {"target": {"path": "t", "fingerprint": {"weights_hash": "w", **constants}}, "settings": {"limit": 4}}
+
+    windowless, windowed = (header(constants={"sliding_window": size, "rope": {"a": 1}}) for size in (None, 8))
+    told = ["target.fingerprint.constants.sliding_window is None there, 8 here"]
+    assert differences(windowless, windowed) == told and differences(windowed, windowed) == []
+    assert differences(header(), windowed) == []
+    lost = {"target": {"path": "t", "fingerprint": {"constants": {}}}, "settings": {"limit": 4}}
+    assert differences(header(), lost) == ["target.fingerprint.weights_hash is 'w' there, None here"]
+    other = {**windowed, "settings": {"limit": 5}}
+    assert differences(windowless, other) == ["settings.limit is 4 there, 5 here", *told]
 
 
 def test_folder_with_other_files_is_left_alone(target, source, tmp_path):

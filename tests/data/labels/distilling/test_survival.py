@@ -259,6 +259,32 @@ def test_a_killed_run_keeps_the_answers_of_its_unfinished_shard(target, source, 
         assert row == wanted
 
 
+def test_answers_that_a_killed_run_kept_are_their_own_labels(target, source, tmp_path, monkeypatch):
+    """The checkpoint forces an end at the longest answer, which a forward over the row does not know."""
+    options = DistillOptions(labels="generate", max_new_tokens=12, hidden_states="float64")
+    loaded = Target.from_pretrained(target, "float64")
+    loaded.model.generation_config.forced_eos_token_id = min(loaded.end_token_ids)
+
+    def run(output, answerer):
+        return distill(loaded, source, str(output), options, False, False, answerer)
+
+    def dies(distiller, rows):
+        list(rows)
+        raise KeyboardInterrupt
+
+    run(tmp_path / "whole", Dying(loaded, options, 1000))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Distiller, "records", dies)
+        run(tmp_path / "out", Dying(loaded, options, 1000))
+    last = Dying(loaded, options, 0)
+    run(tmp_path / "out", last)
+    kept, expected = (sorted(rows_of(tmp_path / name), key=itemgetter("id")) for name in ("out", "whole"))
+    assert last.asked == 0 and [row["greedy_ids"] for row in kept] == [row["greedy_ids"] for row in expected]
+    for row in kept:
+        own = zip(row["input_ids"], row["greedy_ids"], row["assistant_mask"], strict=True)
+        assert all(label == (token if trained else -100) for token, label, trained in own)
+
+
 def test_overwriting_drops_the_answers_of_other_settings(target, source, tmp_path):
     loaded, out = Target.from_pretrained(target), tmp_path / "out"
     options = DistillOptions(labels="generate", max_new_tokens=12, batch_size=2)
