@@ -7,6 +7,7 @@ minutes used, the sum of all losses and where the warm-up ended.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -127,6 +128,30 @@ def set_damaged_aside(run: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
         print(f"{checkpoint} is damaged: {wrong}; not resumed there, kept as {aside.name}", flush=True)
+
+
+class SoundBest(TrainerCallback):
+    """When a run resumes, its best checkpoint is the best that is still there as it was written."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+            return
+        metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+        entries = [entry for entry in state.log_history if math.isfinite(entry.get(metric, math.nan))]
+        measured = {entry["step"]: entry[metric] for entry in entries}
+        told, lost, sign = state.is_world_process_zero, list[str](), -1 if args.greater_is_better else 1
+        state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+        for step in sorted(measured, key=lambda step: sign * measured[step]):  # of equal ones the first
+            checkpoint = Path(args.output_dir, f"checkpoint-{step}")
+            wrong = damage(checkpoint) if checkpoint.is_dir() else "was deleted"
+            if wrong is None:
+                state.best_metric, state.best_global_step = measured[step], step
+                state.best_model_checkpoint = str(checkpoint)
+                break
+            lost.append(f"{checkpoint.name} ({wrong})")
+        if lost and told:
+            left = state.best_model_checkpoint or "that of a later evaluation"
+            print(f"the best checkpoint cannot be exported: {', '.join(lost)}; the best is now {left}", flush=True)
 
 
 def how_to_resume(run: Path) -> str:

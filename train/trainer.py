@@ -31,7 +31,7 @@ from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches, leave_signals_to_trainer
-from draft_heads.train.checkpoints import MarkComplete, read_marker, step_of
+from draft_heads.train.checkpoints import MarkComplete, SoundBest, read_marker, step_of
 from draft_heads.train.held_out import loss_metrics, simulation_metrics
 from draft_heads.train.log import LogLastStep, LogMetrics, check_losses, progress_callback
 from draft_heads.train.optimizer import MuonWithAdamW
@@ -81,7 +81,7 @@ class DraftHeadTrainer(Trainer):
             data_collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            callbacks=[self.sigterm, self.clock, LogLastStep(), self._saved],
+            callbacks=[self.sigterm, self.clock, LogLastStep(), self._saved, SoundBest()],
         )
         if is_deepspeed_zero3_enabled():
             sharded.gather_until_step(head)

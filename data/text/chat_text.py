@@ -241,6 +241,10 @@ class ChatText:
                 other = [*messages[:number], {**message, "role": "assistant"}, *messages[number + 1 :]]
                 if rendered(messages, extra) == rendered(other, extra):
                     return "the role of a tool turn, which it takes for an answer"
+            if message["role"] == "system" and number:
+                other = [*messages[:number], {**message, "role": "assistant"}, *messages[number + 1 :]]
+                if rendered(messages, extra) == rendered(other, extra):
+                    return "the role of a system turn that is not the first, which it takes for an answer"
         return None
 
     @cached_property

@@ -97,13 +97,24 @@ class Oracle:
     @torch.no_grad()
     def gap(self, prompt: Sequence[int], answer: Sequence[int], token: int, other: int) -> float:
         """Distance of two logits of the token that follows `answer` to `prompt`, in the next higher precision than the
-        target's."""
+        target's; where top-k or top-p leaves the likelier one out, or nearly, its distance from their cut."""
         ids_1L = torch.tensor([[*prompt, *answer]], device=self.target.device)
         with higher_precision(self.target.model, HIGHER_PRECISION[self.target.dtype]):
             logits_1V = self.target.model(input_ids=ids_1L, use_cache=False).logits[:, -1]
-        for process in (*(self._processors(prompt) or ()), *sampling_processors(self.settings.sampling)):
+        warpers = sampling_processors(self.settings.sampling)
+        for process in (*(self._processors(prompt) or ()), *warpers[:1]):  # the first is the temperature
             logits_1V = process(ids_1L, logits_1V)
-        return abs(float(logits_1V[0, token]) - float(logits_1V[0, other]))
+        tempered_V, both = logits_1V[0], [token, other]
+        for process in warpers[1:]:
+            logits_1V = process(ids_1L, logits_1V)
+        gap, kept_V = abs(float(logits_1V[0, token]) - float(logits_1V[0, other])), logits_1V[0].isfinite()
+        cut_V = tempered_V.isfinite() & ~kept_V
+        if not cut_V.any() or not tempered_V[both].isfinite().all() or not kept_V[both].any():
+            return gap
+        if kept_V[both].all():
+            likelier = both[int(logits_1V[0, both].argmax())]
+            return min(gap, float(tempered_V[likelier] - tempered_V[cut_V].max()))
+        return float(tempered_V[kept_V].min() - tempered_V[other if kept_V[token] else token])
 
 
 @contextmanager

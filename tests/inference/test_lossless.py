@@ -214,6 +214,24 @@ def test_tokens_further_apart_than_the_noise_are_unexplained():
     assert difference.gap > difference.noise > 0
 
 
+def test_a_token_at_the_cut_of_top_k_or_top_p_is_as_far_as_from_the_cut():
+    """Whether the 5th or the 6th token is the last that is kept may be rounding."""
+    target = make_target()
+    logits = copy.deepcopy(target.model).double()(input_ids=torch.tensor([PROMPT])).logits[0, -1].detach() / 0.5
+    values, ranked = logits.sort(descending=True)
+    mass = values.softmax(-1).cumsum(-1)
+    for warper in ({"top_k": 5}, {"top_p": float((mass[3] + mass[4]) / 2)}):
+        oracle = Oracle(target, settings(temperature=0.5, seed=3, **warper))
+        fifth, sixth, tenth = (int(ranked[rank]) for rank in (4, 5, 9))
+        assert oracle.gap(PROMPT, (), fifth, sixth) == pytest.approx(float(values[4] - values[5]), rel=1e-5)
+        assert oracle.gap(PROMPT, (), tenth, int(ranked[0])) == pytest.approx(float(values[4] - values[9]), rel=1e-5)
+        margins = [float(value - values[5]) for value in values[3:5]]
+        kept = oracle.gap(PROMPT, (), int(ranked[3]), fifth)  # of the likelier one, if that is nearer than the other
+        noisy = Oracle(target, settings(temperature=0.5, seed=3)).gap(PROMPT, (), int(ranked[3]), fifth)
+        assert any(kept == pytest.approx(min(noisy, margin), rel=1e-5) for margin in margins)
+        assert not oracle.gap(PROMPT, (), sixth, tenth) >= 0  # both are left out: no tie explains them
+
+
 def test_the_gap_is_measured_one_precision_higher_without_a_second_model():
     target = make_target()
     before = {name: (p.data_ptr(), p.clone()) for name, p in target.model.named_parameters()}

@@ -1,9 +1,19 @@
 """Which checkpoints are kept, and which are damaged."""
 
 import os
+import shutil
 from types import SimpleNamespace
 
-from draft_heads.train.checkpoints import MarkComplete, complete_checkpoints, damage, newest_complete_checkpoint
+import pytest
+
+from draft_heads.train.checkpoints import (
+    MarkComplete,
+    SoundBest,
+    complete_checkpoints,
+    damage,
+    mark_complete,
+    newest_complete_checkpoint,
+)
 
 
 def saved(run, step, limit=2, best=None):
@@ -58,3 +68,35 @@ def test_damage_is_found_by_size_or_checksum(tmp_path):
     assert damage(checkpoint) and newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
     (checkpoint / "complete.json").write_text('{"minutes": 1.0}')  # as older versions wrote it
     assert damage(checkpoint) is None
+
+
+@pytest.mark.parametrize("lost", ["sound", "damaged", "deleted", "all"])
+@pytest.mark.parametrize("more", [False, True])
+def test_a_resumed_run_exports_the_best_checkpoint_that_is_sound(tmp_path, capsys, lost, more):
+    measured = {2: 0.3, 4: 0.1, 6: 0.2, 8: float("nan")}
+    for step in measured:
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        mark_complete(folder)
+    best = max(2, 4, 6, key=measured.get) if more else 4
+    if lost == "deleted":
+        shutil.rmtree(tmp_path / f"checkpoint-{best}")
+    for step in {"damaged": [best], "all": measured}.get(lost, []):
+        (tmp_path / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"weightz")
+    history = [{"step": step, "loss": 1.0} for step in measured] + [
+        {"step": s, "eval_x": x} for s, x in measured.items()
+    ]
+    state = SimpleNamespace(
+        log_history=history, best_model_checkpoint="elsewhere/checkpoint-4", is_world_process_zero=True
+    )
+    args = SimpleNamespace(output_dir=str(tmp_path), metric_for_best_model="x", greater_is_better=more)
+    args.load_best_model_at_end = True
+    SoundBest().on_train_begin(args, state, None)
+    step = {"sound": best, "all": None}.get(lost, 6)
+    expected = (measured[step], step, f"{tmp_path}/checkpoint-{step}") if step else (None, None, None)
+    assert (state.best_metric, state.best_global_step, state.best_model_checkpoint) == expected
+    told = capsys.readouterr().out
+    assert (told == "") == (lost == "sound")
+    if lost in ("damaged", "deleted"):
+        assert f"cannot be exported: checkpoint-{best} (" in told and told.endswith(f"is now {tmp_path}/checkpoint-6\n")
