@@ -51,9 +51,10 @@ def build_datastore(
     rows that were distilled with another tokenizer.
     """
     options = options or DatasetOptions()
-    vocabulary = 1 + max(tokenizer.get_vocab().values())
     read = _distilled_tokens if is_distilled(dataset) else _conversation_tokens
     parts, kept, digest, bad_rows = read(dataset, tokenizer, limit, options, progress)
+    # a padded vocabulary's targets may write ids that the tokenizer does not have
+    vocabulary = 1 + max(*tokenizer.get_vocab().values(), *(int(part.max()) for part in parts if len(part)))
     separator = np.array([vocabulary], unsigned(vocabulary))
     tokens = np.concatenate([array for part in parts for array in (part.astype(separator.dtype), separator)])
     del parts

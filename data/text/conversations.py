@@ -347,7 +347,10 @@ def _missing_part(messages: Messages, generate: bool) -> str | None:
 
 
 def _check_encodable(*values: Any) -> None:
-    text = json.dumps(values, ensure_ascii=False)
+    def other(value: Any) -> Any:
+        raise ConversationError(f"a value that JSON has not, a {type(value).__name__}; write it as a text")
+
+    text = json.dumps(values, ensure_ascii=False, default=other)
     if _encodable(text) != text:
         raise ConversationError("half a surrogate pair, which is no character")
 

@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from draft_heads.data.text.json_rows import RepeatedKey, parse_json
 from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.generation import ContextError
 from draft_heads.inference.serving.errors import APIError, add_error_handlers
@@ -86,7 +87,7 @@ class EventStream(StreamingResponse):
 
 
 def guarded_route(api_key: str | None) -> type[APIRoute]:
-    """Routes that check the API key before they read a request's body."""
+    """Routes that check the API key before they read a request's body, in which no key may come twice."""
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -98,6 +99,12 @@ def guarded_route(api_key: str | None) -> type[APIRoute]:
                 if api_key and not (right and scheme.lower() == "bearer"):
                     message = "the API key is missing or wrong; send `Authorization: Bearer KEY`"
                     raise APIError(401, message, "invalid_api_key")
+                try:
+                    parse_json((await request.body()).decode("utf-8", "replace"))
+                except RepeatedKey as error:  # FastAPI would keep the last value
+                    raise APIError(400, f"the body's JSON: {error}") from error
+                except ValueError:  # the route says what is wrong with it
+                    pass
                 return await handle(request)
 
             return guarded

@@ -271,3 +271,14 @@ def test_a_tokenizer_without_a_chat_template_takes_vicunas(tmp_path):
     rendered = load_chat_tokenizer(str(tmp_path)).apply_chat_template(messages, tokenize=False)
     assert rendered.endswith(f"questions. USER: Hi ASSISTANT: Hello.{tokenizer.eos_token}")
     assert load_chat_tokenizer(TINY).chat_template == own
+
+
+def test_rows_of_a_target_with_more_tokens_than_its_tokenizer(tmp_path, monkeypatch):
+    """A padded vocabulary: the target may write ids that no token has; none is taken for a separator."""
+    tokenizer = load_chat_tokenizer(TINY)
+    rows = [np.array([5, len(tokenizer), 6]), np.array([len(tokenizer) + 4])]
+    monkeypatch.setattr(datastore_build, "_conversation_tokens", lambda *given: (rows, 2, "digest", []))
+    build_datastore("chats.json", tokenizer, tmp_path / "store")
+    opened = Datastore.open(tmp_path / "store")
+    separator = len(tokenizer) + 5
+    assert opened.tokens.tolist() == [5, len(tokenizer), 6, separator, len(tokenizer) + 4, separator]

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+from datetime import datetime
 
+import datasets
 import pytest
 
 from draft_heads.data.text.conversations import BadRow, Conversation, ConversationError, read_conversations
@@ -188,3 +190,14 @@ def test_unreadable_file_is_an_error_even_when_rows_are_skipped(tmp_path, text, 
     file.write_text(text)
     with pytest.raises(ValueError, match=reason):
         load_conversations(str(file), skip_bad_rows=True)
+
+
+def test_a_value_of_a_table_that_json_has_not_is_refused_by_name(tmp_path):
+    document = {"title": "t", "text": "x", "date": datetime(2024, 5, 6)}
+    rows = [{**GOOD, "documents": [document]}, {**GOOD, "id": "b", "documents": None}]
+    file = tmp_path / "rows"
+    datasets.Dataset.from_list(rows).save_to_disk(file)
+    with pytest.raises(ConversationError, match=r"a value that JSON has not, a datetime; write it as a text"):
+        load_conversations(str(file))
+    loaded = read_conversations(str(file), skip_bad_rows=True)
+    assert loaded.dataset["id"] == ["b"] and "a datetime" in loaded.bad_rows[0].reason

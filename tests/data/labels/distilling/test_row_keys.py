@@ -8,6 +8,7 @@ import datasets
 import pytest
 
 from draft_heads.data.collate import split_held_out
+from draft_heads.data.text.chat_template import load_chat_tokenizer
 from draft_heads.data.text.conversations import ConversationError
 from draft_heads.data.text.rendering import ChatRenderer
 from tests.data.labels.distilling.distilled import rows_of, run_distill
@@ -68,6 +69,25 @@ def test_a_template_that_takes_a_result_for_an_answer_is_refused():
         renderer = ChatRenderer(byte_tokenizer(template(style)))
         with pytest.raises(ConversationError, match="the role of a tool turn") if refused else nullcontext():
             renderer.check_read([{"role": "user", "content": "Hi"}, *called])
+
+
+@pytest.mark.parametrize("name", ["vicuna", "llama-2", "chatml"])
+def test_a_later_system_turn_that_a_template_takes_for_an_answer_is_refused(name):
+    """Clients of the server send them; the bundled templates have a place for the first turn's alone."""
+    tokenizer = (
+        byte_tokenizer(template("chatml")) if name == "chatml" else load_chat_tokenizer("tests/tiny_target", name)
+    )
+    renderer = ChatRenderer(tokenizer)
+    hello = [{"role": "user", "content": "Hi."}, said("Hello.")]
+    later = [*hello, {"role": "system", "content": "In French."}, {"role": "user", "content": "Who?"}]
+    twice = [{"role": "system", "content": text} for text in ("Be brief.", "In French.")] + hello[:1]
+    renderer.prompt([twice[0], *hello, *hello[:1]])
+    refused = pytest.raises(
+        ConversationError, match=r"the role of a system turn that is not the first|leaves out the system"
+    )
+    for messages in (later, twice):
+        with nullcontext() if name == "chatml" else refused:
+            renderer.prompt(messages)
 
 
 def test_recorded_answers_without_an_end_token_are_counted_and_told(tmp_path, caplog):
