@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from draft_heads.data.common.files import write_tensors, write_text
 from draft_heads.heads.accept_weight import accept_weights
 from draft_heads.heads.accuracy import offset_hits
-from draft_heads.heads.card import model_card, shared
+from draft_heads.heads.card import model_card, without_folders
 from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
 from draft_heads.heads.cross_entropy import (
     label_losses,
@@ -162,7 +162,8 @@ class DraftHead(nn.Module):
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             for path in (Path(folder, CONFIG), Path(folder, PROVENANCE)):
-                write_text(path, shared(path.read_text(encoding="utf-8")))
+                known = without_folders(json.loads(path.read_text(encoding="utf-8")))
+                write_text(path, json.dumps(known, indent=2, sort_keys=True) + "\n")
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def target_states(self, hidden: Tensor, aux_hidden: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from draft_heads.heads.config import HeadConfig
 
 LIBRARY = "draft-heads"
 ABSOLUTE = re.compile(r"(?<![^\s=:,'\"])/(?:[^\s/,'\"]+/)*([^\s/,'\"]+)/?")
+_IN_A_WORD = re.compile(r"(?:(?<=[=:])|^)/(?:[^/=:]+/)*([^/=:]+)/?")
 MEASURED = {
     **{"simulated_beta": "simulated β", "loss": "loss", "windows": "windows measured"},
     "outside_vocabulary": "share of labels that this draft vocabulary cannot draft",
@@ -56,10 +58,23 @@ def shared(text: str) -> str:
     return ABSOLUTE.sub(r"\1", text)
 
 
+def without_folders(value: Any, name: str = "") -> Any:
+    """A value of a JSON file, as `shared`; of a path, and of the words of a `command`, also folders with blanks."""
+    if isinstance(value, dict):
+        return {key: without_folders(inner, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_folders(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    if name == "command":
+        return shlex.join(word if "://" in word else _IN_A_WORD.sub(r"\1", word) for word in shlex.split(value))
+    return _IN_A_WORD.sub(r"\1", value) if value.startswith("/") else shared(value)
+
+
 def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) -> str:
     """README.md of a head: what it is for, how it was trained, what was measured at the end, under which licence."""
     licence = provenance.get("target_licence", "")
-    target = shared(config.target)
+    target = without_folders(config.target)
     base_model = provenance.get("base_model", config.target if is_hub_id(config.target) else "")
     metadata = ModelCardData(
         base_model=base_model or None,
@@ -95,13 +110,13 @@ drafts may be accepted, the answers stay the target's; decoding says so once whe
 def target_arguments(target: str, options: dict[str, Any]) -> list[str]:
     """What loads the target that the head was trained for."""
     given = {"adapter": options.get("target_adapter"), "chat_template": options.get("chat_template")}
-    return [f'"{target}"', *(f'{name}="{shared(value)}"' for name, value in given.items() if value)]
+    return [f'"{target}"', *(f'{name}="{without_folders(value)}"' for name, value in given.items() if value)]
 
 
 def trained(provenance: dict[str, Any]) -> str:
     """The part of a card that says where the weights come from."""
     if source := provenance.get("imported_from"):
-        return f"Read from {shared(source)}.\n"
+        return f"Read from {without_folders(source)}.\n"
     if "command" not in provenance:
         return "Nothing is known of its training.\n"
     rows = [
@@ -111,7 +126,7 @@ def trained(provenance: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"Trained with\n\n    {shared(provenance['command'])}\n",
+            f"Trained with\n\n    {without_folders(provenance['command'], 'command')}\n",
             f"for {trained_for(provenance)} on {trained_on(provenance)}. Measured on held-out rows",
             "at the end:\n",
             "| metric | value |\n| --- | --- |",

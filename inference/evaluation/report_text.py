@@ -228,7 +228,8 @@ def cut_note(report: dict[str, Any]) -> list[str]:
     """A sentence on the benchmarks with answers that were cut, how many of each; a range where drafters differ."""
     cut, turns = (by_benchmark(report, key) for key in ("cut", "turns"))
     counts = [f"{name} {span(each)} of {span(turns[name])}" for name, each in cut.items() if max(each)]
-    rule = "Answers cut at the longest length or the end of the context, and scored as far as they go"
+    rule = "Answers cut at the longest length or the end of the context"
+    rule += ", and scored as far as they go" if scores_note(report) else ""
     return [f"{rule}: {', '.join(counts)}."] if counts else []
 
 

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class WeightsSeen:
     """What a model held when it was looked at; looking again copies nothing from a GPU.
 
-    Compared are the modules, the hooks of their forwards and the parameters themselves, the parameters' addresses and
-    the counters of their updates.
+    Compared are the modules, their forwards with the hooks on them and the parameters themselves, the parameters'
+    addresses and the counters of their updates, and the window.
     An update through `.data` changes none of these, so in float32 on a CPU, where the decoder holds copies, about one
     value of each row is compared too: of [N, K] those at 0, K+1, 2(K+1), … of all. Elsewhere the decoder reads the
     updated memory itself.
@@ -50,16 +50,21 @@ class WeightsSeen:
         return np.concatenate(self._views).tobytes() if self._views else b""
 
 
-def _held(model: nn.Module) -> tuple[list[Any], list[int]]:
-    """Every module, its forward, hook and parameter of a model; every parameter's counter of updates and address."""
+def _held(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Every module, its forward, hook and parameter of a model; its window and types of layers, the factors of
+    attention scores, every parameter's counter of updates and address."""
     held: list[Any] = []
-    numbers: list[int] = []
+    own: Any = model.config
+    config = own.get_text_config(decoder=True)
+    numbers: list[Any] = [getattr(config, "sliding_window", None), *(getattr(config, "layer_types", None) or ())]
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
         if module is None:
             continue
         held += [module, type(module).forward, *forward_hooks(module)]
+        if isinstance(scaling := module.__dict__.get("scaling"), float):  # of an attention's scores
+            numbers.append(scaling)
         for parameter in module._parameters.values():
             if parameter is not None:
                 held.append(parameter)

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import metadata_load
 
 from draft_heads.heads import base, checkpoint, load_head
-from draft_heads.heads.card import is_hub_id, shared, target_licence
+from draft_heads.heads.card import is_hub_id, shared, target_licence, without_folders
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import FORMAT_VERSION
 from tests.heads.small import disturbed
@@ -104,6 +104,14 @@ def test_the_card_has_no_path_of_the_machine(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "/home" not in card and "/etc" not in card and "base_model" not in card
     assert shared("a=/a/b,/c/d") == "a=b,d"
+    command = "python train/ctc.py --target '/home/Jane Doe/models/tiny' --dataset /mnt/a,b/data --base_url http://a/b"
+    wanted = "python train/ctc.py --target tiny --dataset data --base_url http://a/b"
+    known_of = {"command": command, "options": {"target": "/home/Jane Doe/tiny", "layers": [1, "/a b/c"], "x": "a b/c"}}
+    found = {"command": wanted, "options": {"target": "tiny", "layers": [1, "c"], "x": "a b/c"}}
+    assert without_folders(known_of) == found
+    make_head(target="/home/Jane Doe/models/tiny").save_pretrained(tmp_path, {**known, "command": command})
+    assert wanted in (tmp_path / "README.md").read_text() and "Doe" not in (tmp_path / "README.md").read_text()
+    make_head(target="/home/me/models/tiny").save_pretrained(tmp_path, known)
     assert "train/ctc.py --target tiny" in card and "--config=x.yaml" in card and 'from_pretrained("tiny")' in card
     make_head().save_pretrained(tmp_path, {"imported_from": "/home/me/head"})
     assert "Read from head." in (tmp_path / "README.md").read_text()
