@@ -86,7 +86,8 @@ class OptionParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = Counter()
         parsed = super().parse_known_args(args, namespace)
-        lists = {a.dest: a.option_strings[0] for a in self._actions if a.nargs in ("+", "*") or a.dest == "config"}
+        flags = [action for action in self._actions if action.option_strings]
+        lists = {a.dest: a.option_strings[0] for a in flags if a.nargs in ("+", "*") or a.dest == "config"}
         for name in lists.keys() - self._told:
             if self._given[name] > 1:
                 print(f"warning: {lists[name]} is given twice; only its last values count", file=sys.stderr)

@@ -127,7 +127,7 @@ def test_a_checkpoint_with_a_penalty_is_checked_against_its_own_generate(command
     found = json.loads((out / "lossless.json").read_text())["settings"]
     assert found["own_settings_applied"] == {"repetition_penalty": 1.3}
     assert found["own_settings_not_applied"] == {"do_sample": True, "temperature": 0.6}
-    assert (found["end_token_ids"], found["max_positions"]) == ([0], 1024)
+    assert (found["end_token_ids"], found["max_positions"]) == ([0], 128)
     assert evaluate.main([*command, "--target", str(folder), "--drafters", "ngram", "--overwrite"]) == 0
     assert "| own_settings_applied | repetition_penalty=1.3 |" in (out / "report.md").read_text()
 
