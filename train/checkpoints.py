@@ -138,7 +138,7 @@ class SoundBest(TrainerCallback):
             return
         metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         entries = [entry for entry in state.log_history if math.isfinite(entry.get(metric, math.nan))]
-        measured = {entry["step"]: entry[metric] for entry in entries}
+        measured = {entry["step"]: entry[metric] for entry in entries if entry["step"]}  # 0: --eval_on_start saves none
         told, lost, sign = state.is_world_process_zero, list[str](), -1 if args.greater_is_better else 1
         state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         for step in sorted(measured, key=lambda step: sign * measured[step]):  # of equal ones the first

@@ -238,13 +238,11 @@ class ChatText:
                 other = [*messages[:number], {**message, "content": "SAMPLERESULT"}, *messages[number + 1 :]]
                 if rendered(messages, extra) == rendered(other, extra):
                     return "the text of a tool turn"
+            if message["role"] == "tool" or (message["role"] == "system" and number):
                 other = [*messages[:number], {**message, "role": "assistant"}, *messages[number + 1 :]]
                 if rendered(messages, extra) == rendered(other, extra):
-                    return "the role of a tool turn, which it takes for an answer"
-            if message["role"] == "system" and number:
-                other = [*messages[:number], {**message, "role": "assistant"}, *messages[number + 1 :]]
-                if rendered(messages, extra) == rendered(other, extra):
-                    return "the role of a system turn that is not the first, which it takes for an answer"
+                    which = "" if message["role"] == "tool" else " that is not the first"
+                    return f"the role of a {message['role']} turn{which}, which it takes for an answer"
         return None
 
     @cached_property

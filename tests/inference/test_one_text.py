@@ -64,6 +64,19 @@ def test_a_drafter_that_another_engine_began_with_ends_the_first_text_unless_it_
     assert len(ended.tokens) == 24
 
 
+def start_in_a_trial(monkeypatch, second):
+    """The thread starts when a target is tried, and is given time in which it would run if nothing held it."""
+    own = probe._compare_texts
+
+    def compare(*args):
+        if second.ident is None:
+            second.start()
+        second.join(timeout=0.3)
+        return own(*args)
+
+    monkeypatch.setattr(probe, "_compare_texts", compare)
+
+
 @pytest.mark.parametrize("way", ["engine", "generate"])
 def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried(monkeypatch, way):
     """A target is tried with a shorter window, in which the other answer would be another text."""
@@ -75,7 +88,7 @@ def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried
         model, ids = RANDOM_TARGETS["mistral"]().double(), torch.tensor([PROMPT])
         asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
         answer = model.generate(ids, **asked)[0, len(PROMPT) :].tolist()
-    answers, made, own = [], [], probe._compare_texts
+    answers, made = [], []
     monkeypatch.setattr(generate, "Target", lambda model: made.append(Target(model)) or made[-1])
 
     def decode():
@@ -87,13 +100,7 @@ def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried
 
     second = Thread(target=decode)
 
-    def compare(*args):
-        if second.ident is None:
-            second.start()
-        second.join(timeout=0.3)
-        return own(*args)
-
-    monkeypatch.setattr(probe, "_compare_texts", compare)
+    start_in_a_trial(monkeypatch, second)
     decode()
     second.join()
     assert second.ident and answers == [answer] * 2 and len(made) == (way == "generate")
@@ -103,16 +110,10 @@ def test_labels_of_another_thread_wait_until_the_target_has_been_tried(monkeypat
     """In the shorter window of the trial they would be another text's, and so would the states beside them."""
     settings, rows = GenerationSettings(24, ()), [[*PROMPT, *range(40, 70)], PROMPT]
     expected = load_target("mistral", torch.float64).label(rows, True)
-    target, found, own = load_target("mistral", torch.float64), [], probe._compare_texts
+    target, found = load_target("mistral", torch.float64), []
     second = Thread(target=lambda: found.extend(target.label(rows, True)))
 
-    def compare(*args):
-        if second.ident is None:
-            second.start()
-        second.join(timeout=0.3)
-        return own(*args)
-
-    monkeypatch.setattr(probe, "_compare_texts", compare)
+    start_in_a_trial(monkeypatch, second)
     DecodingEngine(target, VanillaDrafter()).generate(PROMPT, settings)
     second.join()
     assert [one.greedy_ids for one in found] == [one.greedy_ids for one in expected]

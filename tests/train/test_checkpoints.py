@@ -84,7 +84,8 @@ def test_a_resumed_run_exports_the_best_checkpoint_that_is_sound(tmp_path, capsy
         shutil.rmtree(tmp_path / f"checkpoint-{best}")
     for step in {"damaged": [best], "all": measured}.get(lost, []):
         (tmp_path / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"weightz")
-    history = [{"step": step, "loss": 1.0} for step in measured] + [
+    history = [{"step": 0, "eval_x": 9.0 if more else 0.0}]  # --eval_on_start
+    history += [{"step": step, "loss": 1.0} for step in measured] + [
         {"step": s, "eval_x": x} for s, x in measured.items()
     ]
     state = SimpleNamespace(
