@@ -8,14 +8,10 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from transformers import (
     DynamicCache,
-    EosTokenCriteria,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessorList,
-    MaxTimeCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -31,28 +27,13 @@ from draft_heads.inference.generate import generate_fn, sampling_options
 from draft_heads.inference.generate_arguments import MODES, OUTPUTS, check_config
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.library_names import CACHE
-from draft_heads.inference.target.target import Target
-from tests.tiny_chat import random_llama, save_target
-
-PROMPT = [5, 6, 7, 5, 6]
+from tests.inference.generating import PROMPT, refused, run
+from tests.tiny_chat import random_llama
 
 
 @pytest.fixture(scope="module")
 def model():
     return random_llama(vocab_size=211).double()
-
-
-def run(model, custom=None, prompts=(PROMPT,), **settings):
-    ids = torch.tensor(list(prompts))
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    given |= {"eos_token_id": None, **settings}
-    given |= {} if custom is None else {"custom_generate": custom}
-    return model.generate(ids, **given)
-
-
-def refused(model, told, **settings):
-    with pytest.raises(ValueError, match=told):
-        run(model, generate_fn(VanillaDrafter()), **settings)
 
 
 def test_the_fields_that_choose_a_loop_or_further_outputs_are_those_of_generation_configs():
@@ -326,77 +307,6 @@ def test_dropout_is_refused(model):
     refused(dropping, r"in training mode with dropout; call model\.eval\(\) first")
     dropping.eval()
     assert torch.equal(run(dropping, generate_fn(VanillaDrafter())), run(model))
-
-
-# ----------------------------------------------------------------------------------------------------
-# Batches
-
-
-def test_a_batch_without_end_tokens_goes_on_until_its_last_sequence_ends(tmp_path):
-    """`generate` pads only where there are end tokens: the others get their own next tokens."""
-    target = Target.from_pretrained(save_target(tmp_path), "float64", "cpu")
-    prompts = [[5, 6, 7], [9, 8, 7], [20, 21, 22]]
-    free = run(target.model, prompts=prompts)[:, 3:]
-    first, second, third = ([target.tokenizer.decode([int(token)]) for token in row] for row in free)
-    stop = next(text for text in third[3:] if text.isascii() and text.strip() and text not in "".join(first + second))
-    criteria = StoppingCriteriaList([StopStringCriteria(target.tokenizer, [stop])])
-    expected = run(target.model, prompts=prompts, stopping_criteria=criteria)
-    assert (
-        torch.equal(expected[:, 3:], free)
-        and run(target.model, None, prompts[2:], stopping_criteria=criteria).shape[1] < 15
-    )
-    assert torch.equal(run(target.model, generate_fn(NgramDrafter()), prompts, stopping_criteria=criteria), expected)
-
-
-@pytest.mark.parametrize("pad", [0, 9, None])
-def test_a_batch_is_padded_as_generate_does(model, pad):
-    prompts = [[5, 6, 7], [9, 8, 7], [20, 21, 22]]
-    free = run(model, prompts=prompts)[:, 3:]
-    ends = {"eos_token_id": [int(free[0, 2]), int(free[1, 6])], "pad_token_id": pad}
-    expected = run(model, prompts=prompts, **ends)
-    assert torch.equal(run(model, generate_fn(VanillaDrafter()), prompts, **ends), expected)
-
-
-class Twice(StoppingCriteria):
-    """Ends when some of the tokens were written twice."""
-
-    def __init__(self, eos_token_id):
-        self.eos_token_id = eos_token_id
-
-    def __call__(self, input_ids, scores, **kwargs):
-        ends = torch.as_tensor(self.eos_token_id).reshape(-1)
-        return torch.isin(input_ids[:, len(PROMPT) :], ends).sum(1) >= 2
-
-
-@pytest.mark.parametrize("form", [int, lambda token: [token], lambda token: torch.tensor([token])])
-def test_a_criterion_of_ones_own_with_end_tokens_judges_as_it_says(model, form):
-    free = run(model, max_new_tokens=60)[0, len(PROMPT) :].tolist()
-    token = next(token for token in free[2:] if free.count(token) > 2)
-    criteria = StoppingCriteriaList([Twice(form(token))])
-    expected = run(model, max_new_tokens=60, stopping_criteria=criteria)
-    assert expected[0, len(PROMPT) :].tolist().count(token) == 2 and expected.shape[1] < len(PROMPT) + 60
-    assert torch.equal(
-        run(model, generate_fn(VanillaDrafter()), max_new_tokens=60, stopping_criteria=criteria), expected
-    )
-
-
-class FirstOfAll(StoppingCriteria):
-    """The common form that looks at the first sequence only."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return bool(input_ids[0, -1] % 5 == 0)
-
-
-def test_criteria_that_may_see_a_whole_batch_are_refused(model):
-    prompts = [[5, 6, 7], [9, 8, 7]]
-    for own, told in ((FirstOfAll(), "FirstOfAll"), (MaxTimeCriteria(1000.0), "MaxTimeCriteria")):
-        criteria = StoppingCriteriaList([own])
-        refused(
-            model, f"one after another, which {told} may not notice; got 2", prompts=prompts, stopping_criteria=criteria
-        )
-    criteria = StoppingCriteriaList([FirstOfAll(), EosTokenCriteria(3)])
-    expected = run(model, stopping_criteria=criteria)
-    assert torch.equal(run(model, generate_fn(VanillaDrafter()), stopping_criteria=criteria), expected)
 
 
 def test_a_mask_of_another_shape_is_refused(model):
