@@ -1,4 +1,4 @@
-"""Stopping criteria with `custom_generate`, of one text and of batches: `generate`'s ends and padding, or a sentence."""
+"""Stopping criteria with `custom_generate`, of one text and of batches."""
 
 import pytest
 import torch
