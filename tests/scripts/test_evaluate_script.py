@@ -1,4 +1,4 @@
-"""`scripts/evaluate.py` and `scripts/lossless.py` from their command lines, on a random-weight target."""
+"""`scripts/evaluate.py` from its command line, on a random-weight target."""
 
 import errno
 import json
@@ -11,67 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draft_heads.inference.engine import DecodingEngine
 from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts import evaluate, lossless
 from draft_heads.scripts.decoding_options import drafter_specs
 from tests.running import on_two_nodes
 from tests.tiny_chat import save_target
-
-TEMPLATE = (
-    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</s>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    """A folder with a two-layer Llama and a tokenizer of single characters."""
-    folder = tmp_path_factory.mktemp("target")
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,?!#$+-*/=<>"
-    special = ["</s>", "<user>", "<assistant>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *letters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.add_special_tokens(special)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=TEMPLATE)
-    wrapped.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def command(target, tmp_path):
-    """The arguments that both scripts need."""
-    two_turns = [
-        {"question_id": 5, "category": "writing", "turns": ["Write.", "Shorter!"]},
-        {"question_id": 6, "category": "math", "turns": ["1 + 1?", "And 2 + 2?"], "reference": ["2", "4"]},
-        {"question_id": 7, "category": "math", "turns": ["long " * 30]},
-    ]
-    problems = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i} #### {2 * i}"} for i in range(4)]
-    for name, rows in (("mt.jsonl", two_turns), ("gsm.jsonl", problems)):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        *("--target", str(target), "--drafters", "plain=vanilla", "--output", str(tmp_path / "out")),
-        *("--benchmarks", f"mt_bench={tmp_path / 'mt.jsonl'}", f"sums={tmp_path / 'gsm.jsonl'}"),
-        *("--max_new_tokens", "8", "--dtype", "float64", "--device", "cpu", "--threads", "1"),
-    ]
 
 
 def test_evaluate_writes_the_report_and_says_where(command, tmp_path, capsys):
@@ -130,11 +75,6 @@ def test_a_checkpoint_with_a_penalty_is_checked_against_its_own_generate(command
     assert (found["end_token_ids"], found["max_positions"]) == ([0], 128)
     assert evaluate.main([*command, "--target", str(folder), "--drafters", "ngram", "--overwrite"]) == 0
     assert "| own_settings_applied | repetition_penalty=1.3 |" in (out / "report.md").read_text()
-
-
-def test_lossless_has_no_row_that_compares_generate_with_itself(command, capsys):
-    assert lossless.main([*command, "--drafters", "transformers"]) == 2
-    assert "'transformers' is reserved" in capsys.readouterr().err
 
 
 def test_running_out_of_memory_names_the_options_that_lower_it(command, capsys, monkeypatch):
@@ -250,61 +190,9 @@ def test_bad_flags_are_one_sentence(flags, message, command, capsys):
     assert message in error
 
 
-def test_a_missing_flag_is_named(capsys):
-    assert lossless.main([]) == 2
-    assert "--target is required" in capsys.readouterr().err
-
-
 def test_vanilla_comes_first_whether_asked_for_or_not():
     assert [spec.name for spec in drafter_specs(["b=vanilla", "vanilla"])] == ["vanilla", "b"]
     assert [spec.name for spec in drafter_specs(["b=vanilla"])] == ["vanilla", "b"]
-
-
-class SpoiledEngine(DecodingEngine):
-    """Decodes one wrong token, the third, on every second answer."""
-
-    count = 0
-
-    def generate(self, prompt_ids, settings=None):
-        generation = super().generate(prompt_ids, settings)
-        type(self).count += 1
-        if self.count % 2 and len(generation.tokens) > 2:
-            generation.tokens[2] = (generation.tokens[2] + 1) % 70
-        return generation
-
-
-def test_lossless_exits_0_when_nothing_is_unexplained(command, tmp_path, capsys):
-    assert lossless.main(command) == 0
-    report = json.loads((tmp_path / "out" / "lossless.json").read_text())
-    assert [row["drafter"] for row in report["results"]] == ["vanilla", "plain"]
-    assert {row["identical_turns"] for row in report["results"]} == {8}
-    assert report["differences"] == []
-    # 2 + 2 + 1 turns of mt.jsonl, of which the last does not fit, and 4 of gsm.jsonl
-    assert {(row["asked"], row["turns"], row["skipped"]) for row in report["results"]} == {(9, 8, 1)}
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "lossless.json" in shown and "skipped" in shown.partition("identical")[0]
-    assert "1 of 9 turns were skipped and not compared: a prompt must fit the target's 128 positions" in shown
-
-
-def test_a_gap_that_is_infinite_is_null_in_json():
-    """JSON has no infinity: the target's own settings may exclude one of two tokens."""
-    found = [lossless.finite(value) for value in (0.5, None, float("inf"), float("nan"))]
-    assert json.loads(json.dumps(found, allow_nan=False)) == [0.5, None, None, None]
-
-
-def test_lossless_exits_1_and_shows_unexplained_differences(command, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(options, "DecodingEngine", SpoiledEngine)
-    assert lossless.main(command) == 1
-    report = json.loads((tmp_path / "out" / "lossless.json").read_text())
-    row = report["results"][1]
-    assert row["identical_turns"] + row["unexplained"] == row["turns"] == 8
-    assert row["unexplained"] > 0
-    difference = report["differences"][0]
-    assert difference["position"] == 2
-    assert difference["expected"] != difference["received"]
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"{difference['benchmark']} question {difference['question_id']}, turn 1, new token 2: expected" in shown
-    assert "and 3 more" in shown
 
 
 def test_batches_give_the_answers_of_one_by_one_and_say_their_size(command, tmp_path):

@@ -18,17 +18,8 @@ from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts import make_tiny_target
-from draft_heads.scripts.make_tiny_target import (
-    batches,
-    first_questions,
-    greedy_answers,
-    load_corpus,
-    make,
-    measure,
-    parse_options,
-    render,
-    solved,
-)
+from draft_heads.scripts.make_tiny_target import batches, load_corpus, make, parse_options, render
+from draft_heads.scripts.measure_tiny_target import first_questions, greedy_answers, measure, solved
 from tests.tiny_chat import byte_tokenizer, random_llama, render_conversation, render_prompt, template
 
 EMBEDDED = Path(__file__).parents[2] / "data" / "tiny_target"
