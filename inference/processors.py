@@ -88,15 +88,20 @@ class TextProcessors:
         """[B, V] float32: `logits [B, V]` of what follows each text, changed."""
         return torch.stack([self._process(slot, [], row) for slot, row in enumerate(logits)])
 
-    def __call__(self, logits: Tensor, tokens: Tensor, sees: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, tokens: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
         """[B, R, V] float32: `logits` of the rows `tokens [B, R]`, which see each other as `sees [B, R, R]` says.
+
+        And [B, R] bool: the rows that may be accepted. A processor that raises an exception at a draft (a function of
+        one's own, say, that knows no text so long) has not failed yet: the answer may end before it comes to this
+        text. The draft is left out; where the target chooses its token, it is the base token of the next step, if
+        there is one, and the exception is raised there, where `generate` raises it.
 
         In the worked example of `inference.tree`, after the text t: row 3 (z) is changed as what follows t b x z; but
         if what follows t b excludes x, or x ends an answer, no processor is asked of t b x and t b x z: `generate` asks
         none what follows a text that it does not go on from.
         """
         texts, visible = tokens.tolist(), sees.tolist()
-        changed = logits.float().clone()
+        changed, acceptable = logits.float().clone(), torch.ones_like(tokens, dtype=torch.bool)
         for slot in (slot for slot, processors in enumerate(self.lists) if processors is not None):
             excluded = set()
             for row, seen in enumerate(visible[slot]):
@@ -109,8 +114,14 @@ class TextProcessors:
                 ):
                     excluded.add(row)
                     continue
-                changed[slot, row] = self._process(slot, [texts[slot][other] for other in path], logits[slot, row])
-        return changed
+                try:
+                    changed[slot, row] = self._process(slot, [texts[slot][other] for other in path], logits[slot, row])
+                except Exception:
+                    if row == 0:
+                        raise
+                    excluded.add(row)
+                    acceptable[slot, row] = False
+        return changed, acceptable
 
     def _process(self, slot: int, path: list[int], logits: Tensor) -> Tensor:
         """[V] float32: `logits [V]` after a text and a path from its base token on, as `generate` changes them."""

@@ -137,7 +137,8 @@ def verify_step(
     rows = torch.cat([base[:, None], tree.tokens], dim=1)  # [B, R]
     hidden, logits, aux_hidden = target.forward_tree(rows, depth, sees, cache, target_layers)
     if processors is not None:
-        logits = processors(logits, rows, sees)
+        logits, acceptable = processors(logits, rows, sees)
+        tree = replace(tree, candidate=tree.candidate & acceptable[:, 1:])
     chosen = choices(logits, depth + cache.lengths[:, None] + 1, sampling)
     # 2. Accept the longest path that the target chose itself; 3. commit it.
     path, count, next_base = accept(tree, chosen, logits, sees, depth, max_depth)
@@ -175,7 +176,7 @@ def _plain_step(
     sees = torch.ones_like(depth, dtype=torch.bool)[..., None]
     hidden, logits, aux_hidden = target.forward_tree(base[:, None], depth, sees, cache, target_layers)
     if processors is not None:
-        logits = processors(logits, base[:, None], sees)
+        logits, _ = processors(logits, base[:, None], sees)
     chosen = choices(logits, cache.lengths[:, None] + 1, sampling)  # [B, 1]
     count = torch.ones_like(base)
     cache.lengths += count

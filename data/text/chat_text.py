@@ -90,7 +90,7 @@ class ChatText:
                 f"the chat template of {tokenizer.name_or_path!r} cannot be used: {error}; pass another chat_template"
             ) from None
         self.probe = TemplateProbe(template_source(tokenizer), self.text, self._encode, self._special, self._marks)
-        self._rules_shown: set[str] = set()  # the roles that end conversations in which a system text is shown
+        self._forms_shown: set[tuple] = set()  # the forms of conversations in which each text is shown
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -280,24 +280,26 @@ class ChatText:
     def _check_shown(self, text: str, messages: Messages, extra: Extra, add_generation_prompt: bool) -> None:
         """ConversationError where `text`, the rendering of `messages`, leaves out the text of a message.
 
+        A text that is left out may stand elsewhere, in another message or in the template's own words. So each text
+        needs a place of its own in `text`, and the first conversation of each form (roles, further keys) is rendered
+        once more with other words in each message. Where either misses one, the messages are tried one by one.
+
         Answers that are to be trained on are looked for when they are located.
         """
-        for number, message in enumerate(messages):
-            content, role = message.get("content"), message["role"]
-            trained = role == "assistant" and message.get("trained") is not False
-            if (
-                role == "tool"
-                or (trained and not add_generation_prompt)
-                or not isinstance(content, str)
-                or not content.strip()
-            ):
-                continue
-            ending = messages[-1]["role"]  # on which it may depend whether a system text is shown
-            if content.strip() in text and (role != "system" or ending in self._rules_shown):
-                continue
+        contents = {n: m["content"] for n, m in enumerate(messages) if isinstance(m.get("content"), str)}
+        texts = {n: content.strip() for n, content in contents.items() if content.strip()}
+        answers = {n for n in texts if messages[n]["role"] == "assistant" and messages[n].get("trained") is not False}
+        trained = set() if add_generation_prompt else answers
+        sought = [n for n in texts if messages[n]["role"] != "tool" and n not in trained]
+        form = (add_generation_prompt, *(extra or ()), *((m["role"], n in trained, *m) for n, m in enumerate(messages)))
+        missing = _without_a_place(text, texts).intersection(sought)
+        if not missing and form not in self._forms_shown:
+            words = {n: f"{self._placeholder(messages)}{n}." for n in sought}
+            others = [{**m, "content": words[n]} if n in words else m for n, m in enumerate(messages)]
+            missing = _without_a_place(self.text(others, add_generation_prompt, extra), words)
+        for number in sought if missing else ():
             self.check_text_shown(messages, number, extra, add_generation_prompt)
-            if role == "system":
-                self._rules_shown.add(ending)
+        self._forms_shown.add(form)
 
     def check_text_shown(self, messages: Messages, number: int, extra: Extra, add_generation_prompt: bool) -> None:
         """ConversationError where the template leaves out the text of message `number`, whatever it is.
@@ -325,6 +327,17 @@ class ChatText:
         while any(placeholder in str(message.get("content")) for message in messages):
             placeholder += "X"
         return placeholder
+
+
+def _without_a_place(text: str, parts: Mapping[int, str]) -> set[int]:
+    """The keys of the `parts` that do not stand in `text`, beside each other."""
+    missing = set()
+    for number in sorted(parts, key=lambda number: len(parts[number]), reverse=True):
+        before, found, after = text.partition(parts[number])
+        text = f"{before}\0{after}"
+        if not found:
+            missing.add(number)
+    return missing
 
 
 def _texts(value: Any) -> Iterator[str]:

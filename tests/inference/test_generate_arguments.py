@@ -162,16 +162,37 @@ def test_processors_of_the_text_are_applied(model, settings):
 @pytest.mark.parametrize("drafter", [NgramDrafter, PromptLookupDrafter, LookaheadDrafter])
 def test_a_constraint_is_asked_only_of_texts_that_it_allows(model, drafter):
     """What it excludes, and an end of text, have drafts behind them: `generate` never asks it what may follow those."""
-    answers = [[7, 8, 9, 7, 8, 2], [7, 8, 2], [7, 9, 8, 2]]
+    answers, unknown = [[7, 8, 9, 7, 8, 2], [7, 8, 2], [7, 9, 8, 2]], []
 
     def follows(row, ids):
-        allowed = {answer[len(ids) - 6] for answer in answers if answer[: len(ids) - 6] == ids[6:].tolist()}
-        assert allowed, f"asked of {ids[6:].tolist()}"
+        text = ids[6:].tolist()
+        allowed = {answer[len(text)] for answer in answers if answer[: len(text)] == text and len(answer) > len(text)}
+        unknown.extend([] if allowed else [text])
         return sorted(allowed)
 
     for prompt in ([7, 8, 2, 7, 8, 2], [7, 5, 6, 7, 5, 6]):
         asked = {"prompts": [prompt], "eos_token_id": 2, "prefix_allowed_tokens_fn": follows}
         assert torch.equal(run(model, generate_fn(drafter()), **asked), run(model, **asked))
+    assert not unknown
+
+
+@pytest.mark.parametrize("drafter", [NgramDrafter, PromptLookupDrafter, LookaheadDrafter])
+def test_a_constraint_fails_where_generate_asks_it_and_only_there(model, drafter):
+    """It knows nothing of a ninth token: an error where the answer goes on, none where it ends. Drafts go beyond it."""
+    listed = [7, 8, 9] * 4
+
+    def follows(row, ids):
+        if len(ids) == 14:
+            raise LookupError("a ninth token")
+        return [listed[len(ids) - 6]]
+
+    settings = {"prompts": [[9, 7, 8, 9, 7, 8]], "prefix_allowed_tokens_fn": follows}
+    stop = StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] >= 14])])
+    for ending in ({"max_new_tokens": 8}, {"max_new_tokens": 12, "stopping_criteria": stop}):
+        assert run(model, generate_fn(drafter()), **settings, **ending).tolist() == [[9, 7, 8, 9, 7, 8, *listed[:8]]]
+    for decode in (None, generate_fn(drafter())):
+        with pytest.raises(LookupError, match="a ninth token"):
+            run(model, decode, **settings, max_new_tokens=12)
 
 
 def test_a_setting_of_the_call_stands_for_the_checkpoints(model):

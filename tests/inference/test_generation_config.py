@@ -173,7 +173,7 @@ def test_a_node_is_judged_after_its_own_path():
 
     parents, tokens = torch.tensor([[-1, -1, 0]]), torch.tensor([[10, 11, 12, 13]])
     processors = TextProcessors([collect], [[1, 2, 10]], ())
-    assert processors(torch.zeros(1, 4, 20), tokens, ancestor_rows(parents, 2)).shape == (1, 4, 20)
+    assert processors(torch.zeros(1, 4, 20), tokens, ancestor_rows(parents, 2))[0].shape == (1, 4, 20)
     assert seen == [[[1, 2, 10]], [[1, 2, 10, 11]], [[1, 2, 10, 12]], [[1, 2, 10, 11, 13]]]
 
 

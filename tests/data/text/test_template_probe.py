@@ -91,6 +91,21 @@ def test_a_system_text_that_the_template_leaves_out_is_refused():
             ConversationError, match="leaves out the system's text of a conversation that ends with the a"
         ):
             render_conversation(tokenizer, [{"role": "system", "content": rules}, *CHAT])
+
+
+@pytest.mark.parametrize("first", ["First question", "a question", "user"])
+def test_a_message_that_is_left_out_is_noticed_wherever_its_text_also_stands(first):
+    """In another message, or in the template's own words."""
+    loop, rows = "{% for m in messages %}", [{"role": "user", "content": first}, *CHAT[1:3]]
+    rows = [*rows[:2], {"role": "user", "content": "Is this a question?"}]
+    whole = byte_tokenizer(template("chatml"))
+    assert whole.decode(render_prompt(whole, rows)).count(first) == 1 + (first != "First question") + (first == "user")
+    latest = byte_tokenizer(template("chatml").replace(loop, "{% for m in messages[-2:] %}"))
+    with pytest.raises(ConversationError, match=rf"leaves out the user's text .*'{first}' \(turn 0\)"):
+        render_prompt(latest, rows)
+
+
+def test_a_template_that_leaves_out_old_turns_is_refused():
     none = byte_tokenizer(template("chatml").replace("{% for m in messages %}", "{% for m in messages[-2:] %}"))
     with pytest.raises(ConversationError, match="leaves out the user's text"):
         render_conversation(none, CHAT)
