@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from draft_heads.data.generation_config import process_logits
 from draft_heads.inference.evaluation.decoded import Difference
@@ -86,7 +86,8 @@ class Oracle:
     def _noise_of(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         own = self._processors(prompt)
         changed = None if own is None else (own, len(prompt))
-        return gap_noise(self.target.model, (*prompt, *answer), self.target.device, changed)
+        drawn = sampling_processors(self.settings.sampling)
+        return gap_noise(self.target.model, (*prompt, *answer), self.target.device, changed, drawn)
 
     def _limit(self, prompt: Sequence[int]) -> int:
         return room(self.target, len(prompt), self.settings.max_new_tokens)
@@ -150,25 +151,28 @@ def gap_noise(
     tokens: Sequence[int],
     device: torch.device | str,
     changed: tuple[LogitsProcessorList, int] | None = None,
+    drawn: Sequence[LogitsProcessor] = (),
 ) -> float:
     """The largest error of a gap between two logits in transformers' own forward, over all positions of a text.
 
-    Read three times: one token after another, all tokens at once, and those one precision higher, whose best two tokens
-    the gap is of. The first two differ by the order of sums, which can be small where both round alike; from the third
-    they differ by all that was rounded.
+    Read three times: one token after another, all tokens at once, and those one precision higher, whose first two
+    tokens the gap is of: the best two, or the two that a draw ranks first. The first two readings differ by the order
+    of sums, which can be small where both round alike; from the third they differ by all that was rounded.
 
     changed: what changes the logits, and the prompt's length, before which it changes nothing and nothing counts.
+    drawn: what a draw does to the logits after that; it ranks the tokens, and the gap is the logits' own.
     """
     ids_1L = torch.tensor([list(tokens)], device=device)
     processors, start = changed or (None, 1)
 
-    pairs: list[Tensor] = []  # of each position, the best two tokens of the first reading
+    pairs: list[Tensor] = []  # of each position, the first two tokens of the first reading
 
     def gap(length: int, logits_V: Tensor) -> Tensor:
         if processors is not None:
             logits_V = process_logits(processors, ids_1L[:, :length], logits_V[None])[0]
         if len(pairs) == length - start:
-            pairs.append(logits_V.topk(2).indices)
+            ranked_1V = LogitsProcessorList(drawn)(ids_1L[:, :length], logits_V[None])
+            pairs.append(ranked_1V[0].topk(2).indices)
         best, second = logits_V[pairs[length - start]].double()
         return best - second
 

@@ -31,7 +31,9 @@ _RUNNER = Path(__file__).with_name("code_runner.py")
 _UNLIMITED, _NOBODY = b"unlimited", 65534  # as in the runner, whose module must not be loaded here
 _COMPLETED, _FAILED, _UNENFORCED = "completed", "failed", "unenforced"
 _INDENT = "    "
-_FENCED = re.compile(r"^[^\n`]*?(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^[^\n`]*?(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[> \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_QUOTED = re.compile(r"^[ \t]*> ?", re.MULTILINE)
+_INDENTED = re.compile(r"(?:^(?: {4}|\t).*\n?|^[ \t]*\n)+", re.MULTILINE)
 _FUTURE = re.compile(r"^[ \t]*from __future__ import [\w, ]+$", re.MULTILINE)
 _VALUES = frozenset(dir(builtins)) - {"input", "open", "exec", "eval", "exit", "quit", "breakpoint"}
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -73,13 +75,21 @@ def program_of(answer: str, task: CodeTask) -> str:
 def code_of(answer: str, function: re.Pattern[str]) -> str:
     """The longest run of lines that compiles and gives the function a body, in the first fenced block that has one, or
     else in the text; before it the imports, definitions and constants of the other blocks. Without one the first block,
-    or the whole text. A block may lack its end."""
-    blocks = [textwrap.dedent(block) for _, block in _FENCED.findall(answer)]
-    for index, text in enumerate((*blocks, answer)):
-        if run := _run_with(text.split("\n"), function):
-            others = blocks[:index] + blocks[index + 1 :]
-            return "".join(_definitions(block, function) for block in others) + run
-    return blocks[0] if blocks else answer
+    or the whole text. A block may lack its end, stand in a quotation (`> `), or be indented instead of fenced."""
+    fenced = [textwrap.dedent(_unquoted(block)) for _, block in _FENCED.findall(answer)]
+    unquoted = _QUOTED.sub("", answer)
+    indented = [textwrap.dedent(block) for block in _INDENTED.findall(unquoted)]
+    for blocks, whole in ((fenced, answer), (fenced, unquoted), (indented, "")):
+        for index, text in enumerate((*blocks, whole)):
+            if run := _run_with(text.split("\n"), function):
+                others = blocks[:index] + blocks[index + 1 :]
+                return "".join(_definitions(block, function) for block in others) + run
+    return fenced[0] if fenced else _unquoted(answer)
+
+
+def _unquoted(text: str) -> str:
+    """A text of which each line is in a quotation, without its marks; any other as it is."""
+    return _QUOTED.sub("", text) if all(map(_QUOTED.match, text.strip().split("\n"))) else text
 
 
 def _run_with(lines: list[str], function: re.Pattern[str]) -> str | None:

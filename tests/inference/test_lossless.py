@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.evaluation import lossless
+from draft_heads.inference.evaluation.hf_generate import sampling_processors
 from draft_heads.inference.evaluation.lossless import (
     Difference,
     LosslessCounts,
@@ -20,6 +21,7 @@ from draft_heads.inference.evaluation.lossless import (
     judge_all,
 )
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.sampling import Sampling, gumbel
 from draft_heads.inference.target.target import Target
 from tests.inference.models import check_prompts
 
@@ -164,16 +166,25 @@ def test_noise_is_rounding_and_shrinks_with_precision():
     assert double < single / 100
 
 
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=500.0, top_k=30, seed=3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_noise_in_half_precision_holds_what_all_readings_round_alike(dtype):
-    """Judged is a gap one precision higher: a forward's distance from there may be far more than that of two orders."""
+def test_noise_in_half_precision_holds_what_all_readings_round_alike(dtype, sampling):
+    """Judged is a gap one precision higher: a forward's distance from there may be far more than that of two orders.
+
+    A hot draw ranks first what the target finds unlikely, whose logits are larger and rounded more.
+    """
     target = make_target(dtype)
+    target.model.lm_head.bias = torch.nn.Parameter(torch.arange(40).to(dtype) * -5)  # most tokens are unlikely
     tokens = torch.arange(30)[None]
     exact = copy.deepcopy(target.model).float()(input_ids=tokens).logits[0].detach().double()
     own = target.model(input_ids=tokens, use_cache=False).logits[0].detach().double()
-    best = exact.topk(2).indices
-    first, second = (own - exact).gather(1, best).unbind(1)
-    assert gap_noise(target.model, tokens[0].tolist(), "cpu") >= float((first - second).abs().max()) * (1 - 1e-9) > 0
+    ranked = exact
+    if sampling is not None:
+        outside = exact < exact.topk(30).values[:, -1:]
+        ranked = (exact / 500).masked_fill(outside, -torch.inf) + gumbel(3, torch.arange(1, 31), exact.shape[1])
+    first, second = (own - exact).gather(1, ranked.topk(2).indices).unbind(1)
+    noise = gap_noise(target.model, tokens[0].tolist(), "cpu", None, sampling_processors(sampling))
+    assert noise >= float((first - second).abs().max()) * (1 - 1e-9) > 0
 
 
 # ---- verdicts
