@@ -29,13 +29,15 @@ USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, 
         print(text, end="")"""
 
 
-def target_licence(target: str) -> str:
-    """The licence that the target's own card names; "" if it names none or cannot be read."""
+def target_licence(target: str) -> dict[str, Any]:
+    """What the target's own card says of its licence (one name or several, and name and link of one that is `other`);
+    {} if it says nothing or cannot be read."""
     try:
         card = Path(target) / "README.md" if Path(target).is_dir() else Path(hf_hub_download(target, "README.md"))
-        return str((metadata_load(card) or {}).get("license") or "")
+        metadata = metadata_load(card) or {}
     except Exception:  # a card is no reason to lose a trained head
-        return ""
+        return {}
+    return {key: metadata[key] for key in ("license", "license_name", "license_link") if metadata.get(key)}
 
 
 def is_hub_id(source: str) -> bool:
@@ -73,16 +75,21 @@ def without_folders(value: Any, name: str = "") -> Any:
 
 def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) -> str:
     """README.md of a head: what it is for, how it was trained, what was measured at the end, under which licence."""
-    licence = provenance.get("target_licence", "")
-    target = without_folders(config.target)
     base_model = provenance.get("base_model", config.target if is_hub_id(config.target) else "")
+    licence = provenance.get("target_licence") or {}
+    licence = {"license": licence} if isinstance(licence, str) else dict(licence)  # a name alone in older heads
+    if (link := licence.get("license_link")) and "://" not in link:  # a file beside the target's card
+        licence["license_link"] = f"https://huggingface.co/{base_model}/blob/main/{link}" if base_model else None
+    target = without_folders(config.target)
     metadata = ModelCardData(
         base_model=base_model or None,
-        license=licence or None,
         library_name=LIBRARY,
         tags=["speculative-decoding", "draft-head", config.kind],
+        **licence,
     )
-    under = f"under the licence {licence}" if licence else "under a licence that its card does not name; look it up"
+    names = licence.get("license_name") or licence.get("license") or ()
+    names = " or ".join(map(str, names if isinstance(names, list | tuple) else [names]))
+    under = f"under the licence {names}" if names else "under a licence that its card does not name; look it up"
     return f"""---
 {metadata.to_yaml()}
 ---

@@ -184,7 +184,7 @@ class Answers:
     """The answers to one request: their jobs, and the pieces that the engine's thread delivers."""
 
     def __init__(self, work: list[tuple[list[int], Any]], asked: DecodingRequest, worker: Worker) -> None:
-        self._worker, self._started = worker, time.perf_counter()
+        self._worker, self._started, self._failed = worker, time.perf_counter(), False
         self._pieces = [asyncio.Queue[Piece | APIError]() for _ in work]
         loop = asyncio.get_running_loop()
 
@@ -210,6 +210,7 @@ class Answers:
             while True:
                 piece = await queue.get()
                 if isinstance(piece, APIError):
+                    self._failed = True
                     raise piece
                 yield index, piece
                 if piece.finish_reason:
@@ -253,5 +254,5 @@ class Answers:
 
     def end(self, form: Form) -> None:
         """Forget what is not finished."""
-        self._worker.cancel(self.jobs)
+        self._worker.cancel(self.jobs, self._failed)
         self._worker.metrics.seconds.labels(form.path).observe(time.perf_counter() - self._started)

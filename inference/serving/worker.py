@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from prometheus_client import Counter
+
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
 from draft_heads.inference.serving.errors import APIError
@@ -43,6 +45,7 @@ class Job:
     deliver    receives every piece, or the error that ended the work; called in the engine's thread
     continues  the answer goes on with the prompt's own text, as a space may show
     skips_special  special tokens inside the answer are no part of its text
+    cancelled_as   counts it when it ends so; None: it is counted already
     """
 
     prompt: list[int]
@@ -52,6 +55,7 @@ class Job:
     continues: bool = False
     skips_special: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled_as: Counter | None = None
     submitted: float = field(default_factory=time.perf_counter)
 
 
@@ -126,14 +130,20 @@ class Worker:
             self._changed.notify()
             self._count()
 
-    def cancel(self, jobs: list[Job]) -> None:
-        """Forget jobs that wait; a running one ends with its current step."""
+    def cancel(self, jobs: list[Job], failed: bool = False) -> None:
+        """Forget jobs that wait; a running one ends with its current step.
+
+        failed: another answer to the same request has, else the client has left
+        """
         with self._changed:
             for job in jobs:
+                if job.cancelled.is_set():
+                    continue  # counted by `stop`
+                job.cancelled_as = self.metrics.failed if failed else self.metrics.abandoned
                 job.cancelled.set()
                 if job in self._waiting:
                     self._waiting.remove(job)
-                    self.metrics.abandoned.inc()
+                    job.cancelled_as.inc()
             self._count()
 
     def stop(self) -> None:
@@ -199,8 +209,8 @@ class Worker:
             steps.close()
             self.metrics.add(len(job.prompt), result)
         if job.cancelled.is_set():
-            if not self._closed:
-                self.metrics.abandoned.inc()
+            if job.cancelled_as is not None:
+                job.cancelled_as.inc()
             return
         if not text.stopped:
             shown += text.end()

@@ -118,11 +118,40 @@ def test_the_card_has_no_path_of_the_machine(tmp_path):
 
 
 def test_the_licence_is_the_one_of_the_targets_card(tmp_path):
-    assert target_licence(str(tmp_path)) == target_licence("no/such-target") == ""
-    assert target_licence("data/tiny_target") == "apache-2.0"
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
-    assert target_licence(str(tmp_path)) == "mit"
+    assert target_licence(str(tmp_path)) == target_licence("no/such-target") == {}
+    assert target_licence("data/tiny_target") == {"license": "apache-2.0"}
+    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# A model\n")
+    assert target_licence(str(tmp_path)) == {"license": "mit"}
     (tmp_path / "README.md").write_text("# A model\n")
+    assert target_licence(str(tmp_path)) == {}
+
+
+OTHER = "license: other\nlicense_name: small\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "written", "named"),
+    [
+        ("hub/target", "license: mit\n", "license: mit\n", "licence mit."),
+        ("hub/target", "license: [mit, apache-2.0]\n", "license:\n- mit\n- apache-2.0\n", "licence mit or apache-2.0."),
+        ("hub/target", OTHER + "license_link: https://a/b\n", OTHER + "license_link: https://a/b\n", "licence small."),
+        ("/a/target", OTHER + "license_link: LICENSE\n", OTHER, "licence small."),
+        (
+            "hub/target",
+            OTHER + "license_link: LICENSE\n",
+            OTHER + "license_link: https://huggingface.co/hub/target/blob/main/LICENSE\n",
+            "licence small.",
+        ),
+    ],
+)
+def test_a_card_has_all_that_is_said_of_a_licence(target, given, written, named, tmp_path):
+    (tmp_path / "README.md").write_text(f"---\n{given}---\n")
+    licence = target_licence(str(tmp_path))
+    make_head(target=target).save_pretrained(tmp_path / "head", {**PROVENANCE, "target_licence": licence})
+    card = (tmp_path / "head" / "README.md").read_text()
+    said, wanted = metadata_load(tmp_path / "head" / "README.md"), yaml.safe_load(written)
+    assert {key: value for key, value in said.items() if key.startswith("license")} == wanted
+    assert f"The target is under the {named}" in " ".join(card.split())
 
 
 def test_files_of_every_version_are_read_and_of_a_newer_one_refused(tmp_path, monkeypatch):

@@ -208,13 +208,17 @@ def test_a_failure_is_told_and_counted_and_the_next_answer_is_right(target, engi
         with pytest.raises(openai.APIError, match="decoding failed: out of luck"):
             list(chat(client, "Name a fruit.", stream=True))
         assert metrics(address)["draft_heads_failed_total"] == 2
+        with pytest.raises(openai.InternalServerError, match="out of luck"):  # one fails, two others go with it
+            chat(client, "Name a fruit.", n=3)
+        assert metrics(address)["draft_heads_failed_total"] == 5
+        assert metrics(address)["draft_heads_abandoned_total"] == 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker, "submit", fail_with_jobs)
             with pytest.raises(openai.InternalServerError, match="the server failed; its log has the reason"):
                 chat(client, "Name a fruit.")
         at = 'draft_heads_requests_total{path="/v1/chat/completions",status="%d"}'
         now = metrics(address)  # the stream had begun when it failed
-        assert (now[at % 500], now[at % 200], now["draft_heads_failed_total"]) == (2, 1, 2)
+        assert (now[at % 500], now[at % 200], now["draft_heads_failed_total"]) == (3, 1, 5)
         failing.drafter.propose = propose
         alone = text_of(target, engine.generate("Name a fruit.", GenerationSettings(32)).tokens)
         assert chat(client, "Name a fruit.").choices[0].message.content == alone
