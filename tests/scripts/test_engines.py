@@ -134,3 +134,12 @@ def test_what_a_head_changes_in_an_engine_is_told(changes, failures, capsys):
     head = SimpleNamespace(config=SimpleNamespace(kind="ctc"))
     check_head(engines, "RUN/head", head, (10, 12), plain)
     assert engines.failed == failures and capsys.readouterr().out.count("DIFFERENT") == failures
+
+
+def test_a_row_of_ours_does_not_replace_one_of_vllm(monkeypatch, tmp_path):
+    asked = ["vllm.py", "--python", "python", "--target", "data/tiny_target", "--output", str(tmp_path)]
+    asked += ["--questions", "8", "--drafters", "ngram", "ngram=transformers,prompt_lookup=3"]
+    monkeypatch.setattr("sys.argv", asked)
+    monkeypatch.setattr(vllm, "measure", lambda *_: pytest.fail("vLLM is asked"))
+    with pytest.raises(ValueError, match="names of their own; ngram is a row of vLLM; give another"):
+        vllm.main()
