@@ -36,6 +36,7 @@ from draft_heads.inference.evaluation.answer_files import read_answers
 from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED
 from draft_heads.inference.evaluation.replay import (
     AnswerStates,
+    end_of_answer,
     match_questions,
     no_states,
     recorded_turns,
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem
-        turns = list(recorded_turns(name, answers, questions, tokenizer, render))
+        turns = list(recorded_turns(name, answers, questions, tokenizer, render, end_of_answer(tokenizer)))
         evaluation = replay_all(name, drafters, questions, turns, progress, states or no_states)
     files = {name: Path(path).name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
     files["answers_checksum"] = checksum(options.answers)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.data.text.benchmarks import Question
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
 from draft_heads.inference.evaluation.answer_files import Answer, QuestionKey, check_one_benchmark, some
@@ -107,8 +108,11 @@ def recorded_turns(
     questions: Sequence[Question],
     tokenizer: Any,
     render: Render | None,
+    end: int | None,
 ) -> Iterator[TurnRecord]:
     """The turns of the benchmark's `questions`, one for each of `answers`, in order; of no drafter yet.
+
+    end: the token that ends an answer (`end_of_answer`)
 
     With `render` a prompt is the conversation so far, the question last; without, it is the first token of a text (BOS,
     or EOS of a tokenizer that has none) and the earlier answers of the same conversation.
@@ -121,7 +125,7 @@ def recorded_turns(
         before = marks[:1]
         for turn, (text, recorded) in enumerate(zip(question.turns, answer.turns)):
             messages.append({"role": "user", "content": text})
-            tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens, recorded.finish_reason)
+            tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens, end, recorded.finish_reason)
             prompt = render(messages, question.extra) if render else list(before)
             which = name, index, question.question_id, question.category, turn
             yield TurnRecord(*which, "", tuple(prompt), recorded.text, Generation(tokens))
@@ -129,15 +133,25 @@ def recorded_turns(
             before += tokens
 
 
-def answer_tokens(tokenizer: Any, text: str, new_tokens: int, finish_reason: str = "") -> list[int]:
-    """Token ids of a recorded answer, with EOS where it ended so; without a reason, where more were counted.
+def end_of_answer(tokenizer: Any) -> int | None:
+    """The token with which a model ends its answers: the one that its chat template closes them with, else its EOS.
 
-    Decoded text lacks EOS, recorded counts include it: a text of 12 tokens recorded as 13 ended with EOS, one recorded
-    as 12 was cut at the maximum length. A text may have fewer tokens than were written, so a recorded reason decides.
+    They differ in Gemma, Phi-3, GLM-4 and others: `<end_of_turn>` and `<eos>`.
+    """
+    closing = ChatRenderer(tokenizer).end_of_turn() if tokenizer.chat_template else None
+    return tokenizer.eos_token_id if closing is None else closing
+
+
+def answer_tokens(tokenizer: Any, text: str, new_tokens: int, end: int | None, finish_reason: str = "") -> list[int]:
+    """Token ids of a recorded answer, with `end` where it ended by itself; without a reason, where more were counted.
+
+    Decoded text lacks that token, recorded counts include it: a text of 12 tokens recorded as 13 ended with it, one
+    recorded as 12 was cut at the maximum length. A text may have fewer tokens than were written, so a recorded reason
+    decides.
     """
     ids: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     ended = finish_reason == "eos" if finish_reason else new_tokens > len(ids)
-    return [*ids, tokenizer.eos_token_id] if ended and tokenizer.eos_token_id is not None else ids
+    return [*ids, end] if ended and end is not None else ids
 
 
 def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:
@@ -201,7 +215,10 @@ class AnswerStates:
         mask = [place >= start for place in range(len(ids))]
         (labelled,) = self.target.label([ids], True, self.layers, [mask])
         self.turns += 1
-        self.not_greedy += labelled.greedy_ids[start:] != ids[start:]
+        greedy, ends = labelled.greedy_ids, self.target.end_token_ids
+        if ids[-1] in ends and greedy[-1] in ends:  # a text does not say which of several ended it
+            greedy = [*greedy[:-1], ids[-1]]
+        self.not_greedy += greedy[start:] != ids[start:]
         assert labelled.hidden is not None and labelled.aux_hidden is not None
         device = self.target.device
         return States(labelled.hidden.to(device), labelled.aux_hidden.to(device), self.layers)

@@ -90,19 +90,19 @@ QUESTIONS = [Question(8, "math", ["x"]), Question(7, "writing", ["y", "z"]), Que
 
 
 def test_eos_is_added_where_more_tokens_were_counted_than_the_text_has():
-    assert answer_tokens(Letters(), "ab", 3) == [97, 98, 2]
-    assert answer_tokens(Letters(), "ab", 2) == [97, 98]
-    assert answer_tokens(Letters(), "ab", 20) == [97, 98, 2]
+    assert answer_tokens(Letters(), "ab", 3, 2) == [97, 98, 2]
+    assert answer_tokens(Letters(), "ab", 2, 2) == [97, 98]
+    assert answer_tokens(Letters(), "ab", 20, 2) == [97, 98, 2]
 
 
 def test_a_recorded_reason_decides_whether_eos_is_added():
-    assert answer_tokens(Letters(), "ab", 3, "length") == answer_tokens(Letters(), "ab", 3, "stop") == [97, 98]
-    assert answer_tokens(Letters(), "ab", 2, "eos") == [97, 98, 2]
+    assert answer_tokens(Letters(), "ab", 3, 2, "length") == answer_tokens(Letters(), "ab", 3, 2, "stop") == [97, 98]
+    assert answer_tokens(Letters(), "ab", 2, 2, "eos") == [97, 98, 2]
     (key, answer), other = (
         next(iter(ANSWERS.items())),
         Answer(8, (AnsweredTurn("ef", 3, 3, 1.0, finish_reason="length"),)),
     )
-    turns = recorded_turns("file", {key: answer, (None, 8): other}, match_questions(ANSWERS, None), Letters(), None)
+    turns = recorded_turns("file", {key: answer, (None, 8): other}, match_questions(ANSWERS, None), Letters(), None, 2)
     assert [turn.generation.tokens for turn in turns] == [[97, 98, 2], [99, 100], [101, 102]]
 
 
@@ -113,7 +113,7 @@ def test_prompts_are_the_conversation_so_far():
     def render(messages, extra):
         return [ord(letter) for message in messages for letter in message["content"]]
 
-    turns = list(recorded_turns("file", ANSWERS, asked, Letters(), render))
+    turns = list(recorded_turns("file", ANSWERS, asked, Letters(), render, 2))
     assert [(turn.question, turn.turn, bytes(turn.prompt).decode()) for turn in turns] == [
         (0, 0, "y"),
         (0, 1, "yabz"),
@@ -126,7 +126,7 @@ def test_turns_that_were_not_answered_are_not_asked():
     first = {(None, 7): Answer(7, ANSWERS[None, 7].turns[:1])}
     asked = match_questions(first, QUESTIONS)
     assert asked[0].turns == ["y"] and QUESTIONS[1].turns == ["y", "z"]
-    turns = list(recorded_turns("file", first, asked, Letters(), lambda messages, extra: [5]))
+    turns = list(recorded_turns("file", first, asked, Letters(), lambda messages, extra: [5], 2))
     (row,) = (
         row
         for row in result_rows(replay_all("file", {"vanilla": VanillaDrafter()}, asked, turns), 0)
@@ -136,12 +136,12 @@ def test_turns_that_were_not_answered_are_not_asked():
 
 
 def test_without_questions_prompts_are_what_was_answered_before():
-    turns = list(recorded_turns("file", ANSWERS, match_questions(ANSWERS, None), Letters(), None))
+    turns = list(recorded_turns("file", ANSWERS, match_questions(ANSWERS, None), Letters(), None, 2))
     assert [turn.prompt for turn in turns] == [(1,), (1, 97, 98, 2), (1,)]
     bare = Letters()
     bare.bos_token_id = bare.eos_token_id = None
     with pytest.raises(ValueError, match="BOS or EOS"):
-        list(recorded_turns("file", ANSWERS, match_questions(ANSWERS, None), bare, None))
+        list(recorded_turns("file", ANSWERS, match_questions(ANSWERS, None), bare, None, 2))
 
 
 def test_questions_that_do_not_fit_are_named():
@@ -213,6 +213,18 @@ def test_answers_that_the_target_would_not_write_are_counted(target, monkeypatch
         states(TurnRecord("t", 0, 0, None, 0, "", tuple(prompt[0].tolist()), "", Generation(tokens)))
     assert (states.turns, states.not_greedy) == (2, 1)
     assert states.note().startswith("1 of 2 answers are not token for token what the target would write greedily")
+
+
+def test_which_of_several_end_tokens_was_written_does_not_count(target, monkeypatch):
+    """A recorded text does not say it."""
+    prompt = torch.randint(3, 200, (1, 12), generator=torch.Generator().manual_seed(3))
+    written = target.model.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)[0, 12:].tolist()
+    other = written[-1] + 1
+    for ends, not_greedy in (((written[-1], other), 0), ((other,), 1)):
+        monkeypatch.setattr(target, "end_token_ids", ends)
+        states = AnswerStates(target, [VanillaDrafter()])
+        states(TurnRecord("t", 0, 0, None, 0, "", tuple(prompt[0].tolist()), "", Generation([*written[:-1], other])))
+        assert states.not_greedy == not_greedy
 
 
 def test_an_answer_beyond_the_targets_positions_is_refused(target):

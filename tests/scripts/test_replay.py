@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_heads.data.text.chat_template import load_chat_tokenizer
 from draft_heads.inference.evaluation.comparison import differences, read_reports
@@ -169,9 +169,18 @@ def test_it_says_what_is_wrong(command, capsys, changes, told):
     assert told in capsys.readouterr().err
 
 
-def test_with_the_target_heads_take_the_steps_of_decoding(tmp_path):
-    """The answers are those of an evaluation, whose steps of each turn the files have."""
+@pytest.mark.parametrize("own_eos", [False, True])
+def test_with_the_target_heads_take_the_steps_of_decoding(tmp_path, own_eos):
+    """The answers are those of an evaluation, whose steps of each turn the files have.
+
+    own_eos: the tokenizer's EOS is another than the token that ends a turn, as Gemma's
+    """
     trained = "data/tiny_target"  # of another's text the tokens can't be told: bytes of random ones are no characters
+    if own_eos:
+        tokenizer = AutoTokenizer.from_pretrained(trained)
+        tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", repr(tokenizer.eos_token))
+        tokenizer.eos_token, trained = "<pad>", shutil.copytree(trained, str(tmp_path / "own"))
+        tokenizer.save_pretrained(trained)
     target = Target.from_pretrained(trained, device="cpu")
     for kind, more in (("medusa", {}), ("eagle3", {"target_layers": [1, 2, 3]})):
         head = make_head(target, kind, target_fingerprint=target.fingerprint(), **more)
