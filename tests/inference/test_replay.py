@@ -18,6 +18,7 @@ from draft_heads.inference.evaluation.replay import (
     States,
     accepted_sources,
     answer_tokens,
+    end_of_answer,
     match_questions,
     recorded_turns,
     replay,
@@ -29,6 +30,7 @@ from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.tree import DraftTree
 from tests.inference.models import RANDOM_TARGETS, load_target
 from tests.inference.stub_engine import benchmark, question, render
+from tests.tiny_chat import byte_tokenizer, template
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,14 @@ def test_eos_is_added_where_more_tokens_were_counted_than_the_text_has():
     assert answer_tokens(Letters(), "ab", 3, 2) == [97, 98, 2]
     assert answer_tokens(Letters(), "ab", 2, 2) == [97, 98]
     assert answer_tokens(Letters(), "ab", 20, 2) == [97, 98, 2]
+
+
+def test_a_recorded_answer_ends_as_the_chat_template_closes_it():
+    """As in Gemma's form, where the tokenizer's EOS is another token."""
+    tokenizer = byte_tokenizer(template("chatml"), eos="</s>")
+    assert end_of_answer(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>") != tokenizer.eos_token_id
+    tokenizer.chat_template = None
+    assert end_of_answer(tokenizer) == tokenizer.eos_token_id is not None
 
 
 def test_a_recorded_reason_decides_whether_eos_is_added():
