@@ -35,6 +35,7 @@ from draft_heads.scripts.training_arms import ArmTrainer, arms_of, given_heads
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options, checked."""
     parser = target_parser(__doc__)
+    parser.set_defaults(attention=None)  # what is not given is the default of the commands that are called
     add = parser.add_argument
     add("studies", nargs="*", metavar="STUDY", help=f"files, or names: {', '.join(known_studies())}")
     add("--all", action="store_true", help="every study of configs/studies")
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
         load_benchmark(name, file, args.limit)
     heads = {**given, **(arm_trainer(args).train(to_train) if to_train else {})}
     decoding = {name: getattr(args, name) for name in (*PASSED_ON, "max_new_tokens", "limit", "max_nodes")}
-    decoding = {name: value for name, value in decoding.items() if value and value != "auto"}  # but for defaults
+    decoding = {name: value for name, value in decoding.items() if value}
     rows = tiny_study.HELD_OUT if args.tiny else None
     inputs = Inputs(args.target, heads, files, args.draft_model, decoding, args.dataset or [], rows, args.overwrite)
     for study in studies:
@@ -114,7 +115,7 @@ def check_read(args: argparse.Namespace, cells: Sequence[Cell], trains: bool) ->
         ("max_new_tokens", "limit", "max_nodes", "attention"): ("decode", any(cell.of_report for cell in cells)),
     }
     for names, (what, is_so) in needs.items():
-        if not is_so and (given := [name for name in names if getattr(args, name) not in (None, "auto")]):
+        if not is_so and (given := [name for name in names if getattr(args, name) is not None]):
             raise ValueError(f"--{given[0]} has no effect: the studies do not {what}; leave it out")
 
 

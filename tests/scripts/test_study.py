@@ -252,6 +252,21 @@ def test_counts_have_no_decimals_and_shares_are_percentages(measure, value, text
     assert Cell(measure).text(value) == text
 
 
+@pytest.mark.parametrize("given", [{}, {"device": "auto"}, {"attention": "auto", "threads": "1"}, {"device": "cpu"}])
+def test_what_is_given_reaches_the_commands_that_decode(given, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(measure_study.evaluate, "main", lambda words: asked.append(words) or 1)
+    (tmp_path / "mt.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hello."]}) + "\n")
+    options = ["--target", str(tiny_study.TARGET), "--benchmarks", f"mt_bench={tmp_path / 'mt.jsonl'}"]
+    text = STUDY.partition("published")[0].replace("heads: {medusa: medusa}\n", "")
+    own = write(tmp_path / "mine.yaml", text.replace("  Medusa: {head: medusa}\n", ""))
+    words = [word for name, value in given.items() for word in (f"--{name}", value)]
+    assert script.main([own, *options, "--output", str(tmp_path / "out"), *words]) == 1
+    names = ("--device", "--attention", "--threads")
+    found = {word[2:]: after for word, after in zip(asked[0], asked[0][1:]) if word in names}
+    assert found == given
+
+
 def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
     (tmp_path / "mt.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hello."]}) + "\n")
     text = STUDY.replace("columns: {", "columns: {GSM8K β: {measure: beta, benchmark: gsm8k}, ")
