@@ -51,7 +51,8 @@ def notes(carried: Mapping[str, Mapping[str, Any]]) -> list[str]:
             begun = "one drafter answered all questions in order"
         again = {benchmark: count for benchmark, count in facts["repeated_turns"].items() if count}
         counts = ", ".join(f"{benchmark} {count}" for benchmark, count in again.items())
-        known = f" Turns that had been asked and answered before, whose β is that of a known text: {counts}."
+        whose = "whose β is that of a known text" + " for a copy that had answered them" * (runs * alike > 1)
+        known = f" Turns that had been asked and answered before, {whose}: {counts}."
         sharing.setdefault((begun, known * bool(again)), []).append(name)
     sentences = []
     for (begun, known), names in sharing.items():

@@ -146,6 +146,7 @@ def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
         "8 copies of it shared the questions, each beginning with nothing (2 runs or processes, 4 s"
         in notes(several)[0]
     )
+    assert "a known text for a copy that had answered them: one 1" in notes(several)[0]  # another copy begins anew
     hybrid = {"carries_over": True, "keeps_text": HybridDrafter.keeps_text}
     calibrated, keeping = StubDrafter(**hybrid), StubDrafter(**hybrid, parts=[learner])
     assert NgramDrafter.keeps_text and not ChimeraDrafter.keeps_text
