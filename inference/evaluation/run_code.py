@@ -34,6 +34,7 @@ _INDENT = "    "
 _FENCED = re.compile(r"^[^\n`]*?(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[> \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
 _QUOTED = re.compile(r"^[ \t]*>(?!>> ) ?", re.MULTILINE)
 _INDENTED = re.compile(r"(?:^(?: {4}|\t).*\n?|^[ \t]*\n)+", re.MULTILINE)
+_RETURNS = re.compile(r"^[ \t]+(?:return|yield)\b", re.MULTILINE)
 _FUTURE = re.compile(r"^[ \t]*from __future__ import [\w, ]+$", re.MULTILINE)
 _VALUES = frozenset(dir(builtins)) - {"input", "open", "exec", "eval", "exit", "quit", "breakpoint"}
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -59,32 +60,38 @@ def program_of(answer: str, task: CodeTask) -> str:
     """The program that ends without an error if the answer is right.
 
     An answer that has the function replaces the prompt from its `def` on, so that the prompt's imports and helpers are
-    kept; any other continues the prompt, as base models do. What does not compile after either is left out.
+    kept; any other continues the prompt, as base models do. What does not compile after either is left out, and so are
+    the examples that are run after it: they may be wrong or ask for input.
     """
     name = re.escape(task.entry_point)
     function = re.compile(rf"^(?:(?:async )?def {name}\b|{name}[ \t]*=[ \t]*lambda\b)", re.MULTILINE)
     first = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(answer))  # Python wants them above all else
-    code, asked = code_of(_FUTURE.sub("", answer), function), function.search(task.prompt)
-    if not function.search(code):
-        before, code = task.prompt, _continuation(task.prompt, code, function)
+    answer, asked = _FUTURE.sub("", answer), function.search(task.prompt)
+    if (code := code_of(answer, function)) is None:
+        before, code = task.prompt, _continuation(task.prompt, answer, function)
     else:
         before = task.prompt[: asked.start()] if asked else task.prompt
-    return f"{first}{before}\n{code}\n\n{task.test}\n\ncheck({task.entry_point})\n"
+    code = _without_examples(f"{before}\n{code}", function)
+    return f"{first}{code}\n\n{task.test}\n\ncheck({task.entry_point})\n"
 
 
-def code_of(answer: str, function: re.Pattern[str]) -> str:
+def code_of(answer: str, function: re.Pattern[str]) -> str | None:
     """The longest run of lines that compiles and gives the function a body, in the first fenced block that has one, or
-    else in the text; before it the imports, definitions and constants of the other blocks. Without one the first block,
-    or the whole text. A block may lack its end, stand in a quotation (`> `), or be indented instead of fenced."""
-    fenced = [textwrap.dedent(_unquoted(block)) for _, block in _FENCED.findall(answer)]
-    unquoted = _QUOTED.sub("", answer)
+    else in the text; before it the imports, definitions and constants of the other blocks. None without one. A block
+    may lack its end, stand in a quotation (`> `), or be indented instead of fenced."""
+    fenced, unquoted = _fenced(answer), _QUOTED.sub("", answer)
     indented = [textwrap.dedent(block) for block in _INDENTED.findall(unquoted)]
     for blocks, whole in ((fenced, answer), (fenced, unquoted), (indented, "")):
         for index, text in enumerate((*blocks, whole)):
             if run := _run_with(text.split("\n"), function):
                 others = blocks[:index] + blocks[index + 1 :]
                 return "".join(_definitions(block, function) for block in others) + run
-    return fenced[0] if fenced else _unquoted(answer)
+    return None
+
+
+def _fenced(answer: str) -> list[str]:
+    """The fenced blocks of an answer."""
+    return [textwrap.dedent(_unquoted(block)) for _, block in _FENCED.findall(answer)]
 
 
 def _unquoted(text: str) -> str:
@@ -107,12 +114,14 @@ def _run_with(lines: list[str], function: re.Pattern[str]) -> str | None:
     return None
 
 
-def _continuation(prompt: str, code: str, function: re.Pattern[str]) -> str:
-    """The body of the prompt's function, indented again where the answer lost that of its first line, or of all."""
-    code = re.sub(r"\A(?:[ \t]*\n)+", "", code)
-    bodies = (code, _INDENT + code.lstrip(), textwrap.indent(textwrap.dedent(code), _INDENT))
+def _continuation(prompt: str, answer: str, function: re.Pattern[str]) -> str:
+    """The body of the prompt's function: of the answer and its blocks the longest that compiles there, one that returns
+    something before any other, indented again where the answer lost that of its first line, or of all."""
+    texts = [re.sub(r"\A(?:[ \t]*\n)+", "", text) for text in (_unquoted(answer), *_fenced(answer))]
+    dedented = [textwrap.indent(textwrap.dedent(text), _INDENT) for text in texts]
+    bodies = (*texts, *(_INDENT + text.lstrip() for text in texts), *dedented)
     runs = [run for body in bodies if (run := _longest(body.split("\n"), function, f"{prompt}\n"))]
-    return max(runs, key=lambda run: run.count("\n"), default=code)
+    return max(runs, key=lambda run: (bool(_RETURNS.search(run)), run.count("\n")), default=answer)
 
 
 def _longest(lines: list[str], function: re.Pattern[str], before: str = "") -> str | None:
@@ -159,6 +168,20 @@ def _is(node: ast.stmt, function: re.Pattern[str]) -> TypeGuard[ast.FunctionDef 
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
         return any(function.match(f"def {target.id}") for target in node.targets if isinstance(target, ast.Name))
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and bool(function.match(f"def {node.name}"))
+
+
+def _without_examples(code: str, function: re.Pattern[str]) -> str:
+    """`code` to the end of the function, and the `_definitions` after it; all of it if it is no program."""
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        body = ast.parse(code).body
+        after = next((i for i in range(len(body), 0, -1) if _is(body[i - 1], function)), len(body))
+        if after < len(body):
+            end, column = body[after - 1].end_lineno or 0, body[after - 1].end_col_offset
+            lines = code.split("\n")
+            last = lines[end - 1].encode()[:column].decode()
+            later = ast.unparse(ast.Module(body[after:], []))
+            return "\n".join([*lines[: end - 1], last, _definitions(later, function)])
+    return code
 
 
 def _definitions(block: str, function: re.Pattern[str]) -> str:

@@ -35,6 +35,10 @@ def forms_of(prompt: str, body: str) -> dict[str, str]:
         "the body, its blanks lost": body.strip(),
         "the body, one blank lost": body[1:],
         "the body, all blanks lost": textwrap.dedent(body),
+        "the body and a stray fence": f"{body}\n# Test cases\nprint('x')\n\n```\n\nExplanation: it adds",
+        "the body and a fenced example": f"{body}```python\n{'print(1)' + chr(10) * 2}" + "print(2)\n" * 20 + "```",
+        "the fenced body after a word": f"Solution\n```python\n{body}```",
+        "the beginning, and then the body": f"From\n```python\n{prompt}```\nfollows\n```python\n{body}```",
         "the body, and the next function cut": body + NEXT,
         "the fenced body after a blank line": f"```python\n\n{body}```",
         "the function and a sentence": f"{whole}\nThis function does what was asked. It's short.",
@@ -46,6 +50,13 @@ def forms_of(prompt: str, body: str) -> dict[str, str]:
         "fenced by tildes": f"~~~python\n{whole}~~~\nIt works.",
         "fenced by four": f"````python\n{whole}````\nIt works.",
         "a fence after text": f"Sure: ```python\n{whole}```",
+        "with a wrong example": f"```python\n{whole}\n\n# Test\nassert running([1]) == [2]\n```",
+        "with an example that asks": f"{whole}\n\nn = input('Enter: ')\nprint(running(n))\n",
+        "the body and a wrong example": f"{body}\n\nassert running([1]) == [2]\n",
+        "with what it needs below": (
+            whole.replace("total, sums = 0, []", "total, sums = zero(), list(FIRST)")
+            + "\nrunning([])\nFIRST = ()\ndef zero():\n    return 0\nif __name__ == '__main__':\n    running(input())\n"
+        ),
         "in a quotation": textwrap.indent(f"So:\n\n```python\n{whole}```\nDone.", "> ", lambda line: True),
         "unfenced in a quotation": "As asked:\n" + textwrap.indent(whole, "> ", lambda line: True),
         "the fenced body in a quotation": textwrap.indent(f"```\n{body}```", ">", lambda line: True),
@@ -102,6 +113,13 @@ def test_a_lambda_is_a_function(head):
         namespace = {}
         exec(program_of(answer, TASK).replace("check(running)", ""), namespace)
         assert namespace["running"]([3, 4, 5]) == [3, 7, 12], answer
+
+
+def test_an_example_behind_a_lambda_is_left_out():
+    answer = "running = lambda numbers: ['né', *numbers][1:]; running(input())\nrunning(open('x'))"
+    namespace = {}
+    exec(program_of(answer, TASK).replace("check(running)", ""), namespace)
+    assert namespace["running"]([3]) == [3]
 
 
 def test_an_answer_of_many_lines_is_read_in_time():
