@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,11 +26,15 @@ ADDED = ("scales_hash", "constants", "adapter_scaling")  # older fingerprints la
 WEIGHTS = ("quantization", "weights_hash", *ADDED)
 _NO_CONSTANT = re.compile(
     r"_.*|.*(token_id|token_ids|token_index|dropout|pdrop|layerdrop|loss|aux|jitter|initializer|init_std|label|dtype).*"
-    r"|(output|return|use_cache|vocab|summary|mask|time|vision|audio|freeze|quantization|per_layer_config).*"
+    r"|output_(attentions|hidden_states|scores|.*logits)|(return|use_cache|vocab|summary|mask|time|vision|audio|freeze|quantization|per_layer_config).*"
     r"|(max|n)_(position|ctx|seq|source|target).*|.*(architecture|_version|auto_map|pretraining_tp|model_type)s?"
     r"|(is|add|cross)_(encoder|decoder|cross|attention).*|tie_.*|problem_type|torchscript|chunk_size_.*|languages?|seed"
 )
 """Names of a config that change nothing of what the same weights compute, or that other fields say."""
+_OF_QUANTIZATION = re.compile(
+    r"(?!.*(dtype|skip|storage)).*(bit|group|block|sym|zero|desc_act|scheme|type|format|threshold).*"
+)
+"""Names of quantization settings that say which numbers the weights are rounded to."""
 
 _VALUES_PER_WEIGHT = 16
 # Two vocabularies with equal entries may still split text differently: the hash covers how this text is split.
@@ -63,10 +67,30 @@ def target_fingerprint(
 
 def constants(config: Any) -> dict[str, Any]:
     """What a model computes with beside its weights, sizes and types: what else its config says, as its rotary
-    settings, windows, types of layers, norms, activations and factors; None where it has no value."""
-    values = {name: value for name, value in config.to_dict().items() if not _NO_CONSTANT.fullmatch(name)}
+    settings, windows, types of layers, norms, activations and factors, and how its weights were quantized; None where
+    it has no value."""
+    given = config.to_dict()
+    values = {name: value for name, value in given.items() if not _NO_CONSTANT.fullmatch(name)}
+    if any(map(_factor_is_of_length, _mappings(values))):
+        values["max_position_embeddings"] = given.get("max_position_embeddings")
+    for name, value in (_as_dict(given.get("quantization_config")) or {}).items():
+        if _OF_QUANTIZATION.fullmatch(name):
+            values[f"quantization_config.{name}"] = value
     known: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return {name: _without_none(value) for name, value in sorted(known.items()) if name not in ("hidden_size", *SIZES)}
+
+
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    """A value's dicts, at any depth."""
+    if isinstance(value, Mapping):
+        yield value
+        for inner in value.values():
+            yield from _mappings(inner)
+
+
+def _factor_is_of_length(rotary: Mapping[str, Any]) -> bool:
+    """Whether attention is scaled by how much longer the longest text is than the original one, as Phi-3's is."""
+    return rotary.get("rope_type", rotary.get("type")) in ("longrope", "su")
 
 
 def _without_none(value: Any) -> Any:
@@ -97,6 +121,10 @@ def adapter_scaling(model: nn.Module) -> str:
     """Hash of what each layer of a PEFT model multiplies its adapter's update by (16 hex digits)."""
     scaling = {name: module.scaling for name, module in model.named_modules() if hasattr(module, "scaling")}
     return _digest(json.dumps({name: value for name, value in scaling.items() if isinstance(value, dict)}))
+
+
+def _as_dict(config: Any) -> dict[str, Any] | None:
+    return config.to_dict() if hasattr(config, "to_dict") else config
 
 
 def _quantization_method(config: Any) -> Any:

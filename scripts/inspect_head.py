@@ -17,7 +17,7 @@ from rich.table import Table
 
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.pretrained import load_config
-from draft_heads.data.fingerprint import FIELDS, target_fingerprint
+from draft_heads.data.fingerprint import FIELDS, compared, target_fingerprint
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import figure, measured, trained_for, trained_on
 from draft_heads.heads.checkpoint import PROVENANCE, load_head
@@ -59,15 +59,16 @@ def exports(head: DraftHead) -> str:
 
 
 def fits(made_for: dict[str, Any], target: dict[str, Any]) -> str:
-    """Whether the sizes, tokenizer and chat template of two fingerprints agree."""
+    """Whether the sizes, tokenizer, chat template and constants of two fingerprints agree; weights are not read."""
     if not made_for:
         return "unknown: the head names no fingerprint"
-    different = [
-        f"{name} {made_for[name]!r} against {target[name]!r}"
-        for name in FIELDS
-        if name in made_for and name in target and made_for[name] != target[name]
-    ]
-    return "no: " + "; ".join(different) if different else "yes"
+    names = [name for name in (*FIELDS, "constants") if name in made_for and name in target]
+    different = compared(*({name: known[name] for name in names} for known in (made_for, target)))
+    told = {name: f"{name} {made!r} against {own!r}" for name, made, own in different}
+    others = [line for name, line in told.items() if name in FIELDS]
+    if others:
+        return "no: " + "; ".join(others)
+    return "yes, as on a fine-tune: " + "; ".join(told.values()) if told else "yes"
 
 
 def trained(known: dict[str, Any]) -> list[tuple[str, str]]:

@@ -323,11 +323,15 @@ def _data_name(source: str) -> str:
 
 
 def _git_commit() -> str:
-    here = Path(__file__).resolve().parent
+    """This program's; not that of a repository whose environment it is installed in."""
+    here = Path(__file__).resolve()
+    said = ""
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        )
+        for words in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
+            command = ["git", *words]
+            said = subprocess.run(
+                command, cwd=here.parent, capture_output=True, text=True, check=True, timeout=10
+            ).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return done.stdout.strip()
+    return said.strip()

@@ -4,9 +4,16 @@ import json
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
+from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint, weights_hashes
+from draft_heads.data.fingerprint import (
+    check_fingerprint,
+    compared,
+    constants,
+    target_fingerprint,
+    weights_hashes,
+)
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, template, word_tokenizer
 
@@ -110,6 +117,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
         ({"sliding_window": 8}, "sliding_window"),
         ({"sliding_window": None}, "sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type"),
     ],
 )
 def test_the_same_weights_under_other_constants_are_another_model_but_not_to_an_older_fingerprint(
@@ -118,7 +126,9 @@ def test_the_same_weights_under_other_constants_are_another_model_but_not_to_an_
     """They answer otherwise: labels of one are not those of the other, though no weight, size or token differs."""
 
     def of(**values):
-        config = MistralConfig(**CONFIG.to_dict() | {"rope_parameters": ROPE, "sliding_window": 64} | values)
+        config = MistralConfig(
+            **CONFIG.to_dict() | {"rope_parameters": ROPE, "sliding_window": 64, "output_gate_type": "swish"} | values
+        )
         return target_fingerprint(config, byte_tokenizer(template("chatml")), {"weights_hash": "w"})
 
     ours = of()
@@ -134,6 +144,51 @@ def test_the_same_weights_under_other_constants_are_another_model_but_not_to_an_
     assert (
         f"head H was trained for another model of the same architecture and tokenizer (constants.{named}" in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("rotary", "counts"),
+    [
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, True),
+        ({"rope_type": "yarn", "factor": 4.0}, False),
+        ({"rope_type": "linear", "factor": 4.0}, False),
+    ],
+)
+def test_the_longest_text_counts_where_attention_is_scaled_by_it(rotary, counts):
+    """As transformers' own rotations say, of heads of 8."""
+
+    def config(longest):
+        rope = {"rope_theta": 1e4, "original_max_position_embeddings": 64, **rotary}
+        sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+        return LlamaConfig(rope_parameters=rope, max_position_embeddings=longest, **sizes)
+
+    both = config(256), config(2048)
+    scales = {ROPE_INIT_FUNCTIONS[rotary["rope_type"]](one, torch.device("cpu"), seq_len=128)[1] for one in both}
+    assert (len(scales) == 2) == counts
+    found = [{"constants": constants(one)} for one in both]
+    assert [name for name, *_ in compared(*found)] == ["constants.max_position_embeddings"] * counts
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"bits": 8}, ["bits"]),
+        ({"group_size": 32}, ["group_size"]),
+        ({"sym": False}, ["sym"]),
+        ({"desc_act": True}, ["desc_act"]),
+        ({"use_exllama": False, "bnb_4bit_compute_dtype": "float32", "modules_to_not_convert": ["a"]}, []),
+    ],
+)
+def test_weights_that_are_quantized_otherwise_are_others(changed, named):
+    base = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "use_exllama": True}
+
+    def of(**values):
+        config = MistralConfig(**CONFIG.to_dict(), quantization_config={**base, **values})
+        return target_fingerprint(config, byte_tokenizer(template("chatml")), {"weights_hash": "w"})
+
+    assert [name for name, *_ in compared(of(), of(**changed))] == [f"constants.quantization_config.{x}" for x in named]
+    plain = target_fingerprint(CONFIG, byte_tokenizer(template("chatml")), {"weights_hash": "w"})
+    assert "quantization" in [name for name, *_ in compared(of(), plain)]
 
 
 def test_what_computes_nothing_and_what_another_version_does_not_write_are_no_difference():

@@ -70,6 +70,14 @@ def test_whether_it_fits_a_target_is_told(tmp_path, monkeypatch, capsys, changed
     assert ("no: hidden_size 7 against" in text) == changed and "vllm-medusa (vLLM up to 0.32)" in text
 
 
+def test_a_target_that_computes_otherwise_fits_as_a_fine_tune(tmp_path, monkeypatch, capsys):
+    known = Target.from_pretrained("tests/tiny_target", device="cpu").fingerprint()
+    other = {**known, "constants": {**known["constants"], "rms_norm_eps": 0.5}}
+    disturbed(MedusaHead, MedusaConfig, target_fingerprint=other).save_pretrained(tmp_path, {})
+    _, text = told(monkeypatch, capsys, tmp_path, "--target", "tests/tiny_target")
+    assert "yes, as on a fine-tune: constants.rms_norm_eps 0.5 against" in " ".join(text.replace("│", " ").split())
+
+
 def test_heads_without_a_history_are_told_of_too(tmp_path, monkeypatch, capsys):
     disturbed(MedusaHead, MedusaConfig).save_pretrained(tmp_path, {"imported_from": "elsewhere"})
     assert "read from elsewhere" in told(monkeypatch, capsys, tmp_path)[1]

@@ -1,10 +1,12 @@
-"""Progress of a training run in a log file; the last step is logged."""
+"""Progress of a training run in a log file, whose last step is logged, and what is noted of the program."""
 
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from draft_heads.data.common.progress import ProgressLines
+from draft_heads.train import run as train_run
 from draft_heads.train.log import LogLastStep, MetricLines, StepsBar, TrainingLines, log_line, progress_callback
 from draft_heads.train.loss_plot import held_out_losses
 from draft_heads.train.stopping import WallClock
@@ -64,3 +66,19 @@ def test_a_line_of_metrics_is_readable_and_short(capsys):
     bar.training_bar = SimpleNamespace(write=written.append)
     bar.on_log(None, state, None, logs)
     assert written == [line]
+
+
+def test_the_commit_is_that_of_the_program_and_not_of_a_repository_around_it(tmp_path, monkeypatch):
+    def git(*words):
+        own = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words)
+        return subprocess.run(own, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    for name in ("theirs.py", "run.py"):
+        (tmp_path / name).write_text("")
+    git("add", "theirs.py")
+    git("commit", "-qm", "a project of the user's, in whose environment this one is installed")
+    monkeypatch.setattr(train_run, "__file__", str(tmp_path / "run.py"))
+    assert train_run._git_commit() == "unknown"
+    git("add", "run.py")
+    assert train_run._git_commit() == git("rev-parse", "HEAD") != ""
