@@ -12,6 +12,7 @@ Shapes: L length, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from draft_heads.data.generation_config import process_logits
 from draft_heads.inference.evaluation.decoded import Difference
@@ -98,24 +99,46 @@ class Oracle:
     @torch.no_grad()
     def gap(self, prompt: Sequence[int], answer: Sequence[int], token: int, other: int) -> float:
         """Distance of two logits of the token that follows `answer` to `prompt`, in the next higher precision than the
-        target's; where top-k or top-p leaves the likelier one out, or nearly, its distance from their cut."""
+        target's; where top-k or top-p leaves out the likelier one or the one that was chosen, or nearly, `from_cut`."""
         ids_1L = torch.tensor([[*prompt, *answer]], device=self.target.device)
         with higher_precision(self.target.model, HIGHER_PRECISION[self.target.dtype]):
             logits_1V = self.target.model(input_ids=ids_1L, use_cache=False).logits[:, -1]
         warpers = sampling_processors(self.settings.sampling)
         for process in (*(self._processors(prompt) or ()), *warpers[:1]):  # the first is the temperature
             logits_1V = process(ids_1L, logits_1V)
-        tempered_V, both = logits_1V[0], [token, other]
+        tempered_V, both, ranked_V = logits_1V[0], [token, other], None
         for process in warpers[1:]:
+            if isinstance(process, TopPLogitsWarper):
+                ranked_V = logits_1V[0]
             logits_1V = process(ids_1L, logits_1V)
         gap, kept_V = abs(float(logits_1V[0, token]) - float(logits_1V[0, other])), logits_1V[0].isfinite()
-        cut_V = tempered_V.isfinite() & ~kept_V
-        if not cut_V.any() or not tempered_V[both].isfinite().all() or not kept_V[both].any():
+        if not (tempered_V.isfinite() & ~kept_V).any() or not tempered_V[both].isfinite().all():
             return gap
+        top_p = 1.0 if self.settings.sampling is None else self.settings.sampling.top_p
+        distances = [from_cut(one, tempered_V, kept_V, ranked_V, top_p) for one in both]
         if kept_V[both].all():
-            likelier = both[int(logits_1V[0, both].argmax())]
-            return min(gap, float(tempered_V[likelier] - tempered_V[cut_V].max()))
-        return float(tempered_V[kept_V].min() - tempered_V[other if kept_V[token] else token])
+            return min(gap, distances[int(logits_1V[0, both].argmax())])
+        return max(distance for distance, kept in zip(distances, kept_V[both]) if not kept)
+
+
+def from_cut(token: int, logits_V: Tensor, kept_V: Tensor, ranked_V: Tensor | None, top_p: float) -> float:
+    """How far `token` is from the other side of the cut that leaves all of `logits_V` but `kept_V` out.
+
+    As logits are: the distance from the nearest token there. As top-p decides, by the mass before a token: the distance
+    of that mass from `top_p` in log-odds, which errors of at most ε in the gaps of logits change by at most ε.
+
+    ranked_V: what top-p reads, None without it; −inf where top-k came first
+    """
+    own = float(logits_V[token])
+    if kept_V[token]:
+        distance = own - float(logits_V[logits_V.isfinite() & ~kept_V].max())
+    else:
+        distance = float(logits_V[kept_V].min()) - own
+    if ranked_V is None or not ranked_V[token].isfinite():
+        return distance
+    mass_V = ranked_V.double().softmax(-1)
+    before = mass_V[ranked_V > ranked_V[token]].sum()
+    return min(distance, abs(float(before.logit()) - math.log(top_p / (1 - top_p))))
 
 
 @contextmanager
