@@ -283,8 +283,7 @@ class Distiller:
         added = text[len(row.text) :].lstrip()
         if not row.ids or not complete or not text.startswith(row.text) or not added.startswith(answer):
             return None
-        more = self.renderer.next_turn(messages, row.extra)
-        return row.ids + (more[1:] if more[:1] == row.ids[-1:] else more)  # one token ends a turn and begins the next
+        return row.ids + self.renderer.next_turn(messages, row.extra, row.ids[-1])
 
 
 def _with_answer(messages: Messages, text: str) -> Messages:

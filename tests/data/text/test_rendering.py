@@ -120,6 +120,18 @@ def test_next_turn_continues_the_answers_own_tokens(style):
     assert ids[:end] + ChatRenderer(tokenizer).next_turn(CHAT[:4]) == render_prompt(tokenizer, CHAT[:4])
 
 
+def test_a_next_turn_that_begins_with_the_token_that_ended_the_answer_keeps_both():
+    """Llama-2's form with a tokenizer whose BOS and EOS are one token."""
+    tokenizer = byte_tokenizer(read_chat_template("llama-2"), eos="<s>")
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id
+    whole = tokenizer.apply_chat_template(CHAT[:4], add_generation_prompt=True, tokenize=True)["input_ids"]
+    ids, mask = render_conversation(tokenizer, CHAT[:3])
+    end = len(mask) - mask[::-1].index(True)
+    assert ids[end - 1] == tokenizer.eos_token_id
+    following = ChatRenderer(tokenizer).next_turn(CHAT[:4], ended_by=ids[end - 1])
+    assert ids[:end] + following == whole and following[0] == tokenizer.bos_token_id
+
+
 def test_end_tokens_are_eos_template_and_config():
     tokenizer = byte_tokenizer(template("chatml"))
     assert end_token_ids(tokenizer) == (2, 4)
