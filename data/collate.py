@@ -115,6 +115,9 @@ class DraftCollator:
 def split_held_out(dataset: datasets.Dataset, rows: int, seed: int = 0) -> tuple[datasets.Dataset, datasets.Dataset]:
     """(train, held-out): the `rows` whose hash of (seed, conversation) is lowest, whatever the order of the dataset.
 
+    The held-out rows are in the order of their hashes, so that the first few are a sample of them: rows with cached
+    states are stored by length. Those to train on keep their order.
+
     Rows that ask the same stay together: some more are held out, or fewer where otherwise nothing is left to train on,
     which is logged. Datasets of versions that wrote no `conversation` are tied by `id`.
     """
@@ -135,7 +138,7 @@ def split_held_out(dataset: datasets.Dataset, rows: int, seed: int = 0) -> tuple
         )
     if cut != rows and Processes.current().rank == 0:
         logger.warning("%d rows are held out, not %d: rows of one %s stay together", cut, rows, tied)
-    return dataset.select(sorted(ranked[cut:])), dataset.select(sorted(ranked[:cut]))
+    return dataset.select(sorted(ranked[cut:])), dataset.select(ranked[:cut])
 
 
 def row_lengths(dataset: datasets.Dataset) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,16 @@ def without_folders(value: Any, name: str = "") -> Any:
     if not isinstance(value, str):
         return value
     if name == "command":
-        return shlex.join(word if "://" in word else _IN_A_WORD.sub(r"\1", word) for word in shlex.split(value))
+        return shlex.join(map(_word, shlex.split(value)))
     return _IN_A_WORD.sub(r"\1", value) if value.startswith("/") else shared(value)
+
+
+def _word(word: str) -> str:
+    """A word of a command without folders; one in JSON (`--deepspeed '{…}'`) by its values."""
+    if word.startswith(("{", "[")):
+        with suppress(ValueError):
+            return json.dumps(without_folders(json.loads(word)))
+    return word if "://" in word else _IN_A_WORD.sub(r"\1", word)
 
 
 def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) -> str:

@@ -106,7 +106,9 @@ class DraftHeadTrainer(Trainer):
 
         Raises ValueError if no row has a token to train on after a base token.
         """
-        trained = (row for row in self.train_dataset if sum(row["assistant_mask"][: self.longest]) > 1)
+        order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(0))  # not by length
+        any_row = map(self.train_dataset.__getitem__, order.tolist())
+        trained = (row for row in any_row if sum(row["assistant_mask"][: self.longest]) > 1)
         if not (first := list(islice(trained, rows))):
             raise ValueError(
                 f"training needs rows with an answer of two tokens or more within --max_length {self.longest}; none "

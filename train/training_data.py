@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +12,12 @@ import torch
 
 from draft_heads.data.collate import DraftCollator, split_held_out
 from draft_heads.data.fingerprint import check_fingerprint
+from draft_heads.data.generation_config import processor_settings
 from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
+
+logger = logging.getLogger(__name__)
 
 
 def load_data(
@@ -67,4 +72,21 @@ def _load_labelled(folder: str, run: RunOptions, target: Target) -> DistilledDat
             f"labels and head must be made with the same adapter; --dataset {folder} was distilled with "
             f"{labelled_by or 'none'}, --target_adapter is {run.target_adapter or 'none'}; pass the same to both"
         )
+    warn_of_other_rules(folder, distilled, target)
     return distilled
+
+
+def warn_of_other_rules(folder: str, distilled: DistilledDataset, target: Target) -> None:
+    """A line where the checkpoint's own settings, or what ends a text, were others when the labels were chosen."""
+    manifest, own = distilled.manifest, processor_settings(target.model.generation_config)
+    made = manifest["settings"].get("own_generation_settings", {}), manifest["end_token_ids"]
+    for what, labelled, now in zip(("generation settings", "end tokens"), made, (own, [*target.end_token_ids])):
+        if labelled != json.loads(json.dumps(now)):
+            logger.warning(
+                "the target had other %s when --dataset %s was labelled (%s, now %s): some labels are not what it "
+                "decodes; label with the checkpoint as it is served",
+                what,
+                folder,
+                labelled or "none",
+                now or "none",
+            )

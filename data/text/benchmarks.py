@@ -174,6 +174,8 @@ def _described(known: Description, record: dict[str, Any], row: int) -> Question
         if key != known.reference or known.score:
             _text(record, key, number=key == known.reference)
     asked, reference, code, score = known.prompt_of(record), None, None, known.score
+    if not asked.strip():
+        raise BenchmarkError(f"a question needs a text; {' and '.join(known.optional)} are empty; leave it out")
     if known.reference is not None:
         needed = known.score in ("accuracy", "rouge2")
         reference = _text(record, known.reference, number=True) if needed else record.get(known.reference)

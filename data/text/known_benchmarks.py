@@ -169,6 +169,14 @@ def _check(path: Path, found: Description) -> None:
         raise ValueError(f"{path}: each {{KEY}} of prompt is in keys or optional; {missing[0]!r} is not: add it")
     if not asked:
         raise ValueError(f"{path}: prompt has a {{KEY}} of the row, received {found.prompt!r}")
+    for paragraph in found.prompt.split("\n\n"):
+        named = dict.fromkeys(_PLACEHOLDER.findall(paragraph))
+        optional, required = ([key for key in named if (key in found.optional) == side] for side in (True, False))
+        if optional and required:
+            raise ValueError(
+                f"{path}: a paragraph of prompt is left out with its optional key, received {optional[0]!r} beside "
+                f"{required[0]!r}; put an empty line between them"
+            )
     if found.score in ("accuracy", "rouge2") and found.reference is None:
         raise ValueError(f"{path}: the score {found.score} needs reference, the key of the correct answer; add it")
 

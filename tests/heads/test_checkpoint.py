@@ -1,6 +1,7 @@
 """A head's folder: what is written, read back, carried on and sent to a hub."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -109,6 +110,10 @@ def test_the_card_has_no_path_of_the_machine(tmp_path):
     known_of = {"command": command, "options": {"target": "/home/Jane Doe/tiny", "layers": [1, "/a b/c"], "x": "a b/c"}}
     found = {"command": wanted, "options": {"target": "tiny", "layers": [1, "c"], "x": "a b/c"}}
     assert without_folders(known_of) == found
+    aio = {"zero_optimization": {"offload_param": {"nvme_path": "/mnt/Jane Doe/swap"}}, "steps": [1, 2.5]}
+    in_json = without_folders(f"deepspeed train/ctc.py --deepspeed '{json.dumps(aio)}' --x '[broken /a'", "command")
+    aio["zero_optimization"]["offload_param"]["nvme_path"] = "swap"
+    assert shlex.split(in_json)[2:] == ["--deepspeed", json.dumps(aio), "--x", "[broken /a"]
     make_head(target="/home/Jane Doe/models/tiny").save_pretrained(tmp_path, {**known, "command": command})
     assert wanted in (tmp_path / "README.md").read_text() and "Doe" not in (tmp_path / "README.md").read_text()
     make_head(target="/home/me/models/tiny").save_pretrained(tmp_path, known)

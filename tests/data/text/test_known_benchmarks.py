@@ -192,6 +192,13 @@ def test_one_small_file_describes_another_benchmark(tmp_path):
         )
 
 
+def test_a_row_of_which_nothing_is_asked_is_refused(tmp_path):
+    write(tmp_path / "rows.jsonl", {"hint": "", "more": []})
+    (tmp_path / "own.yaml").write_text('source: rows.jsonl\noptional: [hint, more]\nprompt: "{hint}\\n\\n{more}"\n')
+    with pytest.raises(BenchmarkError, match="line 1: a question needs a text; hint and more are empty; leave it out"):
+        load_benchmark("own", str(tmp_path / "own.yaml"))
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -200,6 +207,10 @@ def test_one_small_file_describes_another_benchmark(tmp_path):
         ("source: a\nsplit: 3", "split is a text, received 3; put it in quotes"),
         ("source: a\nkeys: b", "keys is a list of texts, received 'b'"),
         ("source: a\nscore: rouge2", "score is of rows that a prompt is made from"),
+        (
+            'source: a\nkeys: [q]\noptional: [hint]\nprompt: "Solve.\\n\\nQuestion: {q}\\nContext: {hint}"',
+            "a paragraph of prompt is left out with its optional key, received 'hint' beside 'q'; put an empty line",
+        ),
         ("source: a\nkeys: [q]\nprompt: '{r}'", r"each \{KEY\} of prompt is in keys or optional; 'r' is not"),
         ("source: a\nkeys: [q]\nprompt: Why?", r"prompt has a \{KEY\} of the row"),
         (
