@@ -81,6 +81,12 @@ def processor_settings(config: GenerationConfig | None) -> dict[str, Any]:
     return _non_neutral(config, PROCESSORS)
 
 
+def configured_ends(model: Any, config: Any) -> int | list[int] | None:
+    """The end tokens that a model's generation config names, else its `config`."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return copy(getattr(config, "eos_token_id", None) if ends is None else ends)
+
+
 def unapplied_settings(config: GenerationConfig | None) -> dict[str, Any]:
     """The checkpoint's settings that are not applied, by field; those of newer versions' fields among them."""
     return _non_neutral(config, {name: NAMED[name][1] if name in NAMED else () for name in _unapplied_fields()})

@@ -61,10 +61,15 @@ def _short_window(target: Target) -> Iterator[None]:
         use(window)
 
 
+LOGITS_NUMBERS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+"""What a config says of how logits are made of the LM head's product."""
+
+
 def logits_rules(config: Any) -> Iterator[LogitsRule]:
     """Every rule that the numbers in a config can mean; models multiply or divide by a number of the same name."""
-    scaling, scale = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logit_scale"))
-    for cap in {getattr(config, "final_logit_softcapping", None), None}:
+    scaling, scale, cap_of_config = (getattr(config, name, None) for name in LOGITS_NUMBERS)
+    scaling, scale = scaling or 1.0, scale or 1.0
+    for cap in {cap_of_config, None}:
         yield LogitsRule(scale, scaling, cap)
         yield LogitsRule(scale * scaling, 1.0, cap)
         yield LogitsRule(1.0, 1.0, cap)

@@ -19,7 +19,7 @@ from torch import Tensor
 from draft_heads.configs.options import dtype_from_name, explain_out_of_memory
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
-from draft_heads.data.generation_config import check_file, check_settings
+from draft_heads.data.generation_config import check_file, check_settings, configured_ends
 from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids
 from draft_heads.data.text.thoughts import opens_thought
 from draft_heads.inference.target import labels, sharded, views
@@ -92,6 +92,7 @@ class Target:
         self._drafted_below = 0  # 0: all rows of the LM head are chosen from
         self._whole: tuple[Target, Collection[int]] | None = None  # of a target without some of its layers
         self._take_parts()
+        self._ends = configured_ends(model, self.config)
         self._check_placed()
         _use_exact_kernels(model, self.device, self.dtype)
         if self.split:
@@ -147,6 +148,10 @@ class Target:
             if self.changes != whole.changes:
                 self.__dict__.update(whole.without_layers(skipped).__dict__)
             return
+        if self._ends != (ends := configured_ends(self.model, self.config)):
+            self._ends = ends
+            for cached in ("end_token_ids", "renderer", "scaffold"):
+                self.__dict__.pop(cached, None)
         with TRYING:
             if self.seen is not None and not self.seen.still_in(self.model):
                 take_in_changes(self)
@@ -260,10 +265,7 @@ class Target:
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, in labels and in decoding: `data.text.rendering.end_token_ids`."""
-        configured = getattr(self.model.generation_config, "eos_token_id", None)
-        if configured is None:
-            configured = getattr(self.config, "eos_token_id", None)
-        return end_token_ids(self.tokenizer, configured)
+        return end_token_ids(self.tokenizer, self._ends)
 
     def answer_text(self, tokens: list[int]) -> str:
         """The text of an answer as later turns have it: stripped, of one in several channels (gpt-oss) the last."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.library_names import forward_hooks
-from draft_heads.inference.target.probe import probe
+from draft_heads.inference.target.probe import LOGITS_NUMBERS, probe
 
 Target = Any  # a `target.Target`, whose module imports this one
 
@@ -23,7 +23,7 @@ class WeightsSeen:
     """What a model held when it was looked at; looking again copies nothing from a GPU.
 
     Compared are the modules, their forwards with the hooks on them and the parameters themselves, the parameters'
-    addresses and the counters of their updates, and the window.
+    addresses and the counters of their updates, the window, and the numbers that modules and logits are computed with.
     An update through `.data` changes none of these, so in float32 on a CPU, where the decoder holds copies, about one
     value of each row is compared too: of [N, K] those at 0, K+1, 2(K+1), … of all. Elsewhere the decoder reads the
     updated memory itself.
@@ -51,20 +51,20 @@ class WeightsSeen:
 
 
 def _held(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Every module, its forward, hook and parameter of a model; its window and types of layers, the factors of
-    attention scores, every parameter's counter of updates and address."""
+    """Every module, its forward, hook and parameter of a model; its window and types of layers, the numbers of its
+    logits, every number that a module keeps, every parameter's counter of updates and address."""
     held: list[Any] = []
     own: Any = model.config
     config = own.get_text_config(decoder=True)
     numbers: list[Any] = [getattr(config, "sliding_window", None), *(getattr(config, "layer_types", None) or ())]
+    numbers += [getattr(config, name, None) for name in LOGITS_NUMBERS]
     waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
         if module is None:
             continue
         held += [module, type(module).forward, *forward_hooks(module)]
-        if isinstance(scaling := module.__dict__.get("scaling"), float):  # of an attention's scores
-            numbers.append(scaling)
+        numbers += [value for value in vars(module).values() if type(value) is float]  # as factors of scores
         for parameter in module._parameters.values():
             if parameter is not None:
                 held.append(parameter)

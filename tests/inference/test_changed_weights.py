@@ -23,7 +23,7 @@ from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.library_names import forward_hooks
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.weights import WeightsSeen
-from tests.inference.models import RANDOM_TARGETS, Rerun, in_slots, make_head
+from tests.inference.models import Rerun, in_slots, make_head
 from tests.tiny_chat import random_llama
 
 PROMPT, SETTINGS = [5, 6, 7, 9, 8], GenerationSettings(24, ())
@@ -372,18 +372,3 @@ def test_its_own_forward_compiled_changes_nothing():
         assert not forward_hooks(model) and FusedDecoder.can_drive(model)
     model.forward = torch.compile(lambda *args: None)
     assert forward_hooks(model) and not FusedDecoder.can_drive(model)
-
-
-@pytest.mark.parametrize("change", ["window", "no window", "scaling"])
-def test_a_window_or_a_scaling_that_is_set_anew_is_noticed(change):
-    model = RANDOM_TARGETS["mistral"]()
-    prompt, engine = [7 + 3 * number % 90 for number in range(40)], DecodingEngine(Target(model), VanillaDrafter())
-    before = engine.generate(prompt, SETTINGS).tokens
-    assert before == expected_tokens(model, prompt)
-    if change == "scaling":
-        for layer in model.model.layers:
-            layer.self_attn.scaling *= 3.0
-    else:
-        model.config.sliding_window = {"window": 5, "no window": None}[change]
-    after = expected_tokens(model, prompt)
-    assert engine.generate(prompt, SETTINGS).tokens == after != before
