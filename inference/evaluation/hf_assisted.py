@@ -84,20 +84,34 @@ class HFAssisted(HFGenerate):
             self._assistant.generation_config = deepcopy(self._assistants_own)
             more = {"assistant_model": self._assistant}
         rounds = _Rounds(stopper, answer, len(prompt_ids))
-        hf_generate(self.target, prompt_ids, settings, stopper.limit, [rounds], self._config, more)
+        counted = self.target.model.register_forward_pre_hook(rounds.forward_begins)
+        try:
+            hf_generate(self.target, prompt_ids, settings, stopper.limit, [rounds], self._config, more)
+        finally:
+            counted.remove()
         clock.lap("verify")
         answer.seconds = clock.seconds()
         return answer
 
 
 class _Rounds(StoppingCriteria):
-    """Gives an answer the new tokens of every round, up to where a stopper ends it."""
+    """Gives an answer the new tokens of every round, up to where a stopper ends it.
+
+    transformers up to 5.17 also asks it of drafts, before the target's forward over them: they are no text yet.
+    """
 
     def __init__(self, stopper: Stopper, answer: Generation, prompt: int) -> None:
-        self.stopper, self.answer, self.length = stopper, answer, prompt
+        self.stopper, self.answer, self.length, self.verified = stopper, answer, prompt, False
+
+    def forward_begins(self, *_: Any) -> None:
+        """The target verifies what was drafted."""
+        self.verified = True
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """[1] bool."""
+        if not self.verified:
+            return input_ids.new_zeros(1, dtype=torch.bool)
+        self.verified = False
         new = input_ids[0, self.length :].tolist()
         self.length += len(new)
         if new and not self.answer.finish_reason:

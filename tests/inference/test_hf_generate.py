@@ -1,18 +1,21 @@
 """transformers' `generate` as an engine: the oracle's tokens under every stop rule, and no step too many."""
 
 import json
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.hf_assisted import hf_engine
+from draft_heads.inference.evaluation.hf_assisted import _Rounds, hf_engine
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, stop_length
 from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.generation import ContextError, GenerationSettings
+from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 from tests.inference.models import load_target, make_prompts
 
 TOKENIZER = SimpleNamespace(
@@ -124,6 +127,17 @@ def test_the_context_ends_an_answer_and_a_prompt_beyond_it_is_refused(target, pr
             HFGenerate(target).generate(wrong, GenerationSettings(10))
 
 
+@contextmanager
+def skipped_where_generate_fails(target):
+    """transformers 5.17's own assisted generation raises an error on a sliding window."""
+    try:
+        yield
+    except RuntimeError as error:
+        if target.window and Version(transformers.__version__) < Version("5.24"):
+            pytest.skip(f"generate itself: {error}")
+        raise
+
+
 @pytest.mark.parametrize("sampling", SAMPLED, ids=["greedy", "sampling"])
 @pytest.mark.parametrize("stop", [None, lambda tokens: 4 if len(tokens) >= 9 else None])
 def test_generate_with_drafts_of_its_own_gives_the_same_answer_in_rounds(target, prompts, tmp_path, sampling, stop):
@@ -132,11 +146,23 @@ def test_generate_with_drafts_of_its_own_gives_the_same_answer_in_rounds(target,
     for prompt in prompts:
         plain = HFGenerate(target).generate(prompt, settings)
         for words in ({"prompt_lookup": "4"}, {"assistant": str(tmp_path / "assistant")}):
-            given = hf_engine(target, words).generate(prompt, settings)
+            with skipped_where_generate_fails(target):
+                given = hf_engine(target, words).generate(prompt, settings)
             assert (given.tokens, given.finish_reason) == (plain.tokens, plain.finish_reason)
             assert sum(given.accept_lengths) == len(given.tokens) == len(given.sources)
         if stop is None and not sampling:
             assert given.target_steps < len(given.tokens)  # its own assistant is always right
+
+
+def test_drafts_that_a_stop_rule_is_asked_of_before_they_are_verified_are_no_text():
+    """As transformers 5.17 asks it."""
+    answer, stopper = Generation(), SimpleNamespace(extend=lambda answer, new, sources: answer.tokens.extend(new))
+    rounds = _Rounds(stopper, answer, 2)
+    for verified in ([5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8, 9, 4]):
+        assert not rounds(torch.tensor([[*verified, 1, 2]]), None)
+        rounds.forward_begins()
+        assert not rounds(torch.tensor([verified]), None)
+    assert answer.tokens == [7, 8, 9, 4]
 
 
 def test_an_answer_with_an_assistant_does_not_depend_on_those_before(target, prompts, tmp_path):
@@ -149,7 +175,8 @@ def test_an_answer_with_an_assistant_does_not_depend_on_those_before(target, pro
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     engine, settings = hf_engine(target, {"assistant": str(tmp_path)}), GenerationSettings(24)
-    first = [engine.generate(prompt, settings).accept_lengths for prompt in prompts]
+    with skipped_where_generate_fails(target):
+        first = [engine.generate(prompt, settings).accept_lengths for prompt in prompts]
     alone = [hf_engine(target, {"assistant": str(tmp_path)}).generate(p, settings).accept_lengths for p in prompts]
     assert first == alone == [engine.generate(prompt, settings).accept_lengths for prompt in prompts]
     assert engine._assistant.generation_config.num_assistant_tokens != 3  # it is written, and taken back
