@@ -194,7 +194,9 @@ def gap_noise(
         if processors is not None:
             logits_V = process_logits(processors, ids_1L[:, :length], logits_V[None])[0]
         if len(pairs) == length - start:
-            ranked_1V = LogitsProcessorList(drawn)(ids_1L[:, :length], logits_V[None])
+            ranked_1V: Any = logits_V[None]
+            for process in drawn:
+                ranked_1V = process(ids_1L[:, :length], ranked_1V)
             pairs.append(ranked_1V[0].topk(2).indices)
         best, second = logits_V[pairs[length - start]].double()
         return best - second
