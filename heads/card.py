@@ -107,7 +107,8 @@ def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) 
 # A {config.kind} draft head for {target}
 
 {parameters:,} parameters, for lossless speculative decoding with the target named
-above; another target is refused when the head is loaded. The target is {under}.
+above. A target of other sizes, with another tokenizer or another chat template is refused when the head is
+loaded, of a fine-tune a line says so. The target is {under}.
 
 {USAGE.format(arguments=", ".join(target_arguments(target, provenance.get("options", {}))))}
 

@@ -36,6 +36,7 @@ from draft_heads.train.command import trainer_script
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
+LEAST = 100  # conversations to distil
 INPUTS = ("conversations", "dialogues", "word_problems")
 """The files of the folder's `data`, made here."""
 
@@ -87,6 +88,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
     parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
     args = parser.parse_args()
+    if args.conversations < LEAST:
+        parser.error(f"--conversations must be at least {LEAST}, of which 64 are held out; got {args.conversations}")
     args.heads = list(dict.fromkeys(args.heads))
     output = args.output.resolve()
     console = plain_console()

@@ -109,10 +109,11 @@ class ChatRenderer(ChatText):
     def prompt(self, messages: Messages, extra: Extra = None) -> list[int]:
         """Token ids [L] of `messages` with the generation prompt, as `checked_text` checks it.
 
-        ConversationError where it ends with the end of an answer, after which the target writes none.
+        ConversationError where it ends with an answer, after which the target writes none, or goes on with that one.
         """
-        ids = self._encode(self.checked_text(messages, add_generation_prompt=True, extra=extra))[0]
-        if ids and ids[-1] in self.ends and messages[-1]["role"] == "assistant":
+        text = self.checked_text(messages, add_generation_prompt=True, extra=extra)
+        ids = self._encode(text)[0]
+        if messages[-1]["role"] == "assistant" and (ids[-1] in self.ends or text == self.text(messages, extra=extra)):
             raise ConversationError(
                 "the last message is the assistant's, and this chat template begins no answer after it (received the "
                 f"roles {[message['role'] for message in messages]}); end with a user's or a tool's message"

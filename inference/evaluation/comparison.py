@@ -151,6 +151,8 @@ def facts(report: Report) -> dict[str, str]:
         known |= {f"{drafter}: {name}": value for name, value in options.items()}
     for drafter, carried in (report.get("carried_over") or {}).items():  # of a run that was resumed, more
         known[f"{drafter}: copies that began with nothing"] = carried["runs"] * carried["drafters_per_run"]
+        asked = dict.fromkeys(row["benchmark"] for row in report["results"])
+        known[f"{drafter}: learned from, in this order"] = ", ".join(asked)
     return {key: whole(value) for key, value in known.items() if value is not None}
 
 

@@ -111,6 +111,16 @@ def test_answers_that_more_copies_of_a_learning_drafter_shared_are_told(capsys, 
     assert "| fast: copies that began with nothing | 3 | 6 |" in text
 
 
+def test_what_a_learning_drafter_answered_before_is_told(capsys, tmp_path):
+    for name, benchmarks in (("a", ["bench"]), ("b", ["first", "bench"])):
+        report = report_of() | {"carried_over": {"fast": {"runs": 1, "drafters_per_run": 1, "repeated_turns": {}}}}
+        report["results"] = [row | {"benchmark": one} for one in benchmarks for row in report["results"]]
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "report.json", report)
+    text = output_of([str(tmp_path / "a"), str(tmp_path / "b")], capsys).out
+    assert "| fast: learned from, in this order | bench | first, bench |" in text
+
+
 def test_a_difference_at_the_end_of_a_long_value_is_told(capsys, tmp_path):
     for places in (30, 300):
         part = {"max_nodes": 32, "n": 16, "k": 10, "least": 1, "levels": 3, "places": places}

@@ -188,3 +188,26 @@ def test_a_prompt_does_not_end_with_the_end_of_an_answer():
     assert llama.prompt([USER, ANSWER, USER])
     chatml = ChatRenderer(byte_tokenizer(template("chatml")))
     assert chatml.tokenizer.decode(chatml.prompt([USER, ANSWER])).endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+ELSE = "{% for m in messages %}{{ 'USER: ' + m.content if m.role == 'user' else 'ASSISTANT: ' + m.content + '</s>' }}"
+ELSE += "{% endfor %}{{ ' ASSISTANT:' if add_generation_prompt }}"
+BARE = "{% for m in messages %}{{ '<user>' + m.content + '<AI>' if m.role == 'user' else m.content }}{% endfor %}"
+
+
+def test_a_first_system_text_that_is_closed_as_an_answer_is_refused():
+    """MiniCPM's form puts it bare before all turns, as an answer too, which is meant."""
+    rules = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there."}]
+    with pytest.raises(ConversationError, match="the role of a system turn, which it takes for an answer"):
+        ChatRenderer(byte_tokenizer(ELSE)).prompt(rules)
+    tokenizer = byte_tokenizer(BARE)
+    assert tokenizer.decode(ChatRenderer(tokenizer).prompt(rules)) == "Be brief.<user>Hello there.<AI>"
+
+
+@pytest.mark.parametrize("form", [ELSE.replace("{{ ' ASSISTANT:' if add_generation_prompt }}", ""), BARE])
+def test_a_prompt_that_ends_with_an_answer_where_none_begins_after_it_is_refused(form):
+    tokenizer = byte_tokenizer(form)
+    chat = [{"role": "user", "content": "Hello there."}, {"role": "assistant", "content": "I am fine"}]
+    with pytest.raises(ConversationError, match="begins no answer after it"):
+        ChatRenderer(tokenizer).prompt(chat)
+    assert ChatRenderer(tokenizer).prompt([*chat, {"role": "user", "content": "And then?"}])
