@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
@@ -99,10 +100,15 @@ def guarded_route(api_key: str | None) -> type[APIRoute]:
                 if api_key and not (right and scheme.lower() == "bearer"):
                     message = "the API key is missing or wrong; send `Authorization: Bearer KEY`"
                     raise APIError(401, message, "invalid_api_key")
+                body = await request.body()
                 try:
-                    parse_json((await request.body()).decode("utf-8", "replace"))
+                    parse_json(body.decode(json.detect_encoding(body), "replace"))  # as FastAPI reads it
                 except RepeatedKey as error:  # FastAPI would keep the last value
                     raise APIError(400, f"the body's JSON: {error}") from error
+                except RecursionError:
+                    raise APIError(
+                        400, "the body's JSON is nested too deeply; take out what is not asked for"
+                    ) from None
                 except ValueError:  # the route says what is wrong with it
                     pass
                 return await handle(request)

@@ -369,13 +369,3 @@ def test_openapi_names_the_paths(served):
     paths = httpx.get(f"{served[2]}/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"} <= set(paths)
     assert json.dumps(paths)
-
-
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_key_that_a_body_has_twice_is_refused_by_name(served, path):
-    asked = '"prompt": "4"' if path == "completions" else f'"messages": [{json.dumps(ASKED)}]'
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    body = f'{{"model": "tiny", {asked}, "max_tokens": 3, "max_tokens": 5}}'
-    bad = httpx.post(f"{served[2]}/v1/{path}", content=body, headers=headers)
-    told = "the body's JSON: an object has a key twice: 'max_tokens'; keep one of them"
-    assert (bad.status_code, bad.json()["error"]["message"]) == (400, told)

@@ -1,0 +1,31 @@
+"""Bodies of requests whose JSON a parser would take in silence, or fail on."""
+
+import json
+
+import httpx
+import pytest
+
+from tests.inference.serving.served import KEY
+
+ASKED = {"role": "user", "content": "4"}
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_key_that_a_body_has_twice_is_refused_by_name(served, path, encoding):
+    """In every encoding in which one without is answered."""
+    asked = '"prompt": "4"' if path == "completions" else f'"messages": [{json.dumps(ASKED)}]'
+    body = f'{{"model": "tiny", {asked}, "max_tokens": 3, "max_tokens": 5}}'
+    once = body.replace('"max_tokens": 3, ', "")
+    bad, good = (
+        httpx.post(f"{served[2]}/v1/{path}", content=text.encode(encoding), headers=HEADERS) for text in (body, once)
+    )
+    told = "the body's JSON: an object has a key twice: 'max_tokens'; keep one of them"
+    assert (bad.status_code, bad.json()["error"]["message"], good.status_code) == (400, told, 200)
+
+
+@pytest.mark.parametrize("body", ["[" * 50000, '{"a":' * 5000 + "1" + "}" * 5000])
+def test_a_body_that_is_nested_too_deeply_is_the_clients_error(served, body):
+    bad = httpx.post(f"{served[2]}/v1/completions", content=body, headers=HEADERS)
+    assert (bad.status_code, bad.json()["error"]["type"]) == (400, "invalid_request_error")
