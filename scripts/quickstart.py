@@ -36,7 +36,7 @@ from draft_heads.train.command import trainer_script
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
-LEAST = 100  # conversations to distil
+LEAST = 80  # conversations to distil
 INPUTS = ("conversations", "dialogues", "word_problems")
 """The files of the folder's `data`, made here."""
 
