@@ -26,7 +26,8 @@ ADDED = ("scales_hash", "constants", "adapter_scaling")  # older fingerprints la
 WEIGHTS = ("quantization", "weights_hash", *ADDED)
 _NO_CONSTANT = re.compile(
     r"_.*|.*(token_id|token_ids|token_index|dropout|pdrop|layerdrop|loss|aux|jitter|initializer|init_std|label|dtype).*"
-    r"|output_(attentions|hidden_states|scores|.*logits)|(return|use_cache|vocab|summary|mask|time|vision|audio|freeze|quantization|per_layer_config).*"
+    r"|output_(attentions|hidden_states|scores|.*logits)"
+    r"|(return|use_cache|vocab|summary|mask|time|vision|audio|freeze|quantization|per_layer_config).*"
     r"|(max|n)_(position|ctx|seq|source|target).*|.*(architecture|_version|auto_map|pretraining_tp|model_type)s?"
     r"|(is|add|cross)_(encoder|decoder|cross|attention).*|tie_.*|problem_type|torchscript|chunk_size_.*|languages?|seed"
 )
@@ -128,7 +129,7 @@ def _as_dict(config: Any) -> dict[str, Any] | None:
 
 
 def _quantization_method(config: Any) -> Any:
-    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    method = (_as_dict(config) or {}).get("quant_method")
     return getattr(method, "value", method)
 
 

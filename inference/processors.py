@@ -116,7 +116,7 @@ class TextProcessors:
                     continue
                 try:
                     changed[slot, row] = self._process(slot, [texts[slot][other] for other in path], logits[slot, row])
-                except Exception:
+                except Exception:  # whatever a caller's own function raises; at the base token it is the answer's error
                     if row == 0:
                         raise
                     excluded.add(row)

@@ -74,12 +74,17 @@ def end_token_ids(
     ends: set[int | None] = set(configured) if isinstance(configured, list) else {configured}
     if tokenizer is not None:
         ends.add(tokenizer.eos_token_id)
-        if tokenizer.chat_template:
-            try:
-                ends.add(ChatRenderer(tokenizer).end_of_turn())
-            except ValueError as error:
-                logger.warning("the chat template's end-of-turn token is unknown: %s", error)
+        ends.add(closing_token(tokenizer))
     return tuple(sorted(end for end in ends if end is not None))
+
+
+def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """`ChatRenderer.end_of_turn`; None without a chat template, or where it is unknown, as a line says."""
+    try:
+        return ChatRenderer(tokenizer).end_of_turn() if tokenizer.chat_template else None
+    except ValueError as error:
+        logger.warning("the chat template's end-of-turn token is unknown: %s", error)
+        return None
 
 
 def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffold: Sequence[int]) -> list[int]:
@@ -223,9 +228,7 @@ class ChatRenderer(ChatText):
         own = end + len(common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2]))
         first = first_token(offsets, end)
         stop = end_between(first, own, ids, offsets, self.closing)
-        if stop is None:
-            stop = first + (ids[first : first + 1] == [ended_by])
-        return ids[stop:]
+        return ids[first + (ids[first : first + 1] == [ended_by]) if stop is None else stop :]
 
     def end_of_turn(self) -> int | None:
         """The added token the template closes an answer with, None when it has none."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.data.text.benchmarks import Question
-from draft_heads.data.text.rendering import ChatRenderer
+from draft_heads.data.text.rendering import closing_token
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
 from draft_heads.inference.evaluation.answer_files import Answer, QuestionKey, check_one_benchmark, some
@@ -138,7 +138,7 @@ def end_of_answer(tokenizer: Any) -> int | None:
 
     They differ in Gemma, Phi-3, GLM-4 and others: `<end_of_turn>` and `<eos>`.
     """
-    closing = ChatRenderer(tokenizer).end_of_turn() if tokenizer.chat_template else None
+    closing = closing_token(tokenizer)
     return tokenizer.eos_token_id if closing is None else closing
 
 

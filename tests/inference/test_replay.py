@@ -101,6 +101,8 @@ def test_a_recorded_answer_ends_as_the_chat_template_closes_it():
     """As in Gemma's form, where the tokenizer's EOS is another token."""
     tokenizer = byte_tokenizer(template("chatml"), eos="</s>")
     assert end_of_answer(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>") != tokenizer.eos_token_id
+    tokenizer.chat_template = "{% if %}"  # which no prompt is rendered with
+    assert end_of_answer(tokenizer) == tokenizer.eos_token_id
     tokenizer.chat_template = None
     assert end_of_answer(tokenizer) == tokenizer.eos_token_id is not None
 
