@@ -162,12 +162,10 @@ class Target:
 
         It is probed as the modules were; where it answers differently it is not used.
         """
-        if self.modules_only:
-            return None
-        with TRYING:
-            if self._fused is None:
+        with TRYING:  # also of a merge in another thread, which may say that the modules must do
+            if self._fused is None and not self.modules_only:
                 merge_weights(self)
-            return self._fused
+            return None if self.modules_only else self._fused
 
     @property
     def forward_kind(self) -> str:

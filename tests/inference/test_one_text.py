@@ -1,6 +1,6 @@
 """An engine decodes one text at a time, and says so; engines of several threads share a target."""
 
-from threading import Thread
+from threading import Thread, current_thread
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
-from draft_heads.inference.target import probe
+from draft_heads.inference.target import probe, weights
 from draft_heads.inference.target.target import Target
 from tests.inference.models import RANDOM_TARGETS, load_target, make_drafter
 
@@ -71,7 +71,8 @@ def start_in_a_trial(monkeypatch, second):
     def compare(*args):
         if second.ident is None:
             second.start()
-        second.join(timeout=0.3)
+        if current_thread() is not second:  # either may merge the weights, which is a trial too
+            second.join(timeout=0.3)
         return own(*args)
 
     monkeypatch.setattr(probe, "_compare_texts", compare)
@@ -104,6 +105,25 @@ def test_an_answer_begun_by_another_thread_waits_until_the_target_has_been_tried
     decode()
     second.join()
     assert second.ident and answers == [answer] * 2 and len(made) == (way == "generate")
+
+
+def test_a_merge_that_failed_is_not_tried_again_by_a_thread_that_waited_for_it(monkeypatch):
+    """Its second try could succeed: then one half of a step would be fused, the other not."""
+    target, found, tried = load_target("llama", torch.float64), [], []
+    second = Thread(target=lambda: found.append(target.fused))
+
+    def fail_once(tried_target):
+        tried.append(tried_target)
+        if len(tried) == 1:
+            second.start()
+            second.join(timeout=0.3)
+            raise ValueError("this once")
+        return probe.probe(tried_target)
+
+    monkeypatch.setattr(weights, "probe", fail_once)
+    found.append(target.fused)
+    second.join()
+    assert found == [None, None] and len(tried) == 1 and target.forward_kind == "modules"
 
 
 def test_labels_of_another_thread_wait_until_the_target_has_been_tried(monkeypatch):
