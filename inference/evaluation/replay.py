@@ -224,13 +224,17 @@ class AnswerStates:
         return States(labelled.hidden.to(device), labelled.aux_hidden.to(device), self.layers)
 
     def note(self) -> str | None:
-        """How many answers the target itself would not write so, in one sentence; None for none."""
+        """How many answers the target itself would not write so, near ties of half precision too; None for none."""
         if not self.not_greedy:
             return None
-        return (
+        note = (
             f"{self.not_greedy} of {self.turns} answers are not token for token what the target would write greedily "
             "after these prompts, and there β is that of a text which it would not decode."
         )
+        if self.target.dtype.itemsize > 2:
+            return note
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        return f"{note} Near ties count too: in {dtype} one forward rounds otherwise than step after step."
 
 
 def replay_all(

@@ -27,6 +27,7 @@ from draft_heads.inference.evaluation.replay import (
     text_drafters,
 )
 from draft_heads.inference.generation import Generation, GenerationSettings
+from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from tests.inference.models import RANDOM_TARGETS, load_target
 from tests.inference.stub_engine import benchmark, question, render
@@ -225,6 +226,9 @@ def test_answers_that_the_target_would_not_write_are_counted(target, monkeypatch
         states(TurnRecord("t", 0, 0, None, 0, "", tuple(prompt[0].tolist()), "", Generation(tokens)))
     assert (states.turns, states.not_greedy) == (2, 1)
     assert states.note().startswith("1 of 2 answers are not token for token what the target would write greedily")
+    assert "ear ties" not in states.note()
+    monkeypatch.setattr(Target, "dtype", torch.bfloat16)
+    assert states.note().endswith("Near ties count too: in bfloat16 one forward rounds otherwise than step after step.")
 
 
 def test_which_of_several_end_tokens_was_written_does_not_count(target, monkeypatch):
