@@ -78,11 +78,11 @@ def run(options: argparse.Namespace) -> None:
         tokenizer = load_tokenizer_of(options)
         drafters = text_drafters(specs, tokenizer, options.max_nodes)
     states = AnswerStates(target, drafters.values()) if target else None
-    render = (target.renderer if target else ChatRenderer(tokenizer)).prompt if options.questions else None
+    renderer = (target.renderer if target else ChatRenderer(tokenizer)) if options.questions else None
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem
-        turns = list(recorded_turns(name, answers, questions, tokenizer, render, end_of_answer(tokenizer)))
+        turns = list(recorded_turns(name, answers, questions, tokenizer, renderer, end_of_answer(tokenizer)))
         evaluation = replay_all(name, drafters, questions, turns, progress, states or no_states)
     files = {name: Path(path).name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
     files["answers_checksum"] = checksum(options.answers)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.data.text.benchmarks import Question
-from draft_heads.data.text.rendering import closing_token
+from draft_heads.data.text.rendering import ChatRenderer, closing_token
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
 from draft_heads.inference.evaluation.answer_files import Answer, QuestionKey, check_one_benchmark, some
@@ -27,7 +27,6 @@ from draft_heads.inference.evaluation.evaluate import (
     Benchmark,
     Evaluation,
     Messages,
-    Render,
     described,
     findings_of,
 )
@@ -107,26 +106,34 @@ def recorded_turns(
     answers: Mapping[QuestionKey, Answer],
     questions: Sequence[Question],
     tokenizer: Any,
-    render: Render | None,
+    renderer: ChatRenderer | None,
     end: int | None,
 ) -> Iterator[TurnRecord]:
     """The turns of the benchmark's `questions`, one for each of `answers`, in order; of no drafter yet.
 
     end: the token that ends an answer (`end_of_answer`)
 
-    With `render` a prompt is the conversation so far, the question last; without, it is the first token of a text (BOS,
-    or EOS of a tokenizer that has none) and the earlier answers of the same conversation.
+    With `renderer` a prompt is the conversation so far, the question last, and an answer is tokenised as it follows;
+    without, a prompt is the first token of a text (BOS, or EOS of a tokenizer that has none) and the earlier answers of
+    the same conversation, and each answer is tokenised alone.
     """
     marks = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
-    if not marks and render is None:
+    if not marks and renderer is None:
         raise ValueError("replaying answers without --questions needs a tokenizer with BOS or EOS; it has neither")
     for index, (question, answer) in enumerate(zip(questions, answers.values())):
         messages: Messages = question.opening
         before = marks[:1]
         for turn, (text, recorded) in enumerate(zip(question.turns, answer.turns)):
             messages.append({"role": "user", "content": text})
-            tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens, end, recorded.finish_reason)
-            prompt = render(messages, question.extra) if render else list(before)
+            if renderer is None:
+                prompt, ids = (
+                    list(before),
+                    tokenizer(recorded.text, add_special_tokens=False, verbose=False)["input_ids"],
+                )
+            else:
+                prompt = renderer.prompt(messages, question.extra)
+                ids = renderer.answer_after(messages, recorded.text, question.extra)
+            tokens = answer_tokens(ids, recorded.new_tokens, end, recorded.finish_reason)
             which = name, index, question.question_id, question.category, turn
             yield TurnRecord(*which, "", tuple(prompt), recorded.text, Generation(tokens))
             messages.append({"role": "assistant", "content": recorded.text})
@@ -142,16 +149,17 @@ def end_of_answer(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if closing is None else closing
 
 
-def answer_tokens(tokenizer: Any, text: str, new_tokens: int, end: int | None, finish_reason: str = "") -> list[int]:
+def answer_tokens(ids: Sequence[int], new_tokens: int, end: int | None, finish_reason: str = "") -> list[int]:
     """Token ids of a recorded answer, with `end` where it ended by itself; without a reason, where more were counted.
+
+    ids: of its text
 
     Decoded text lacks that token, recorded counts include it: a text of 12 tokens recorded as 13 ended with it, one
     recorded as 12 was cut at the maximum length. A text may have fewer tokens than were written, so a recorded reason
     decides.
     """
-    ids: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     ended = finish_reason == "eos" if finish_reason else new_tokens > len(ids)
-    return [*ids, end] if ended and end is not None else ids
+    return [*ids, end] if ended and end is not None else [*ids]
 
 
 def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:

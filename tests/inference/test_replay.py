@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from draft_heads.data.text.benchmarks import Question
+from draft_heads.data.text.chat_template import read_chat_template
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
@@ -85,6 +87,16 @@ class Letters:
         return 256
 
 
+class LettersRenderer:
+    """Renders the texts alone."""
+
+    def prompt(self, messages, extra):
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+    def answer_after(self, messages, answer, extra):
+        return [ord(letter) for letter in answer]
+
+
 ANSWERS = {
     (None, 7): Answer(7, (AnsweredTurn("ab", 3, 3, 1.0), AnsweredTurn("cd", 2, 2, 1.0))),
     (None, 8): Answer(8, (AnsweredTurn("ef", 3, 3, 1.0),)),
@@ -93,9 +105,31 @@ QUESTIONS = [Question(8, "math", ["x"]), Question(7, "writing", ["y", "z"]), Que
 
 
 def test_eos_is_added_where_more_tokens_were_counted_than_the_text_has():
-    assert answer_tokens(Letters(), "ab", 3, 2) == [97, 98, 2]
-    assert answer_tokens(Letters(), "ab", 2, 2) == [97, 98]
-    assert answer_tokens(Letters(), "ab", 20, 2) == [97, 98, 2]
+    assert answer_tokens([97, 98], 3, 2) == [97, 98, 2]
+    assert answer_tokens([97, 98], 2, 2) == [97, 98]
+    assert answer_tokens([97, 98], 20, 2) == [97, 98, 2]
+
+
+@pytest.mark.parametrize("form", ["chatml", "vicuna", "spaced"])
+def test_an_answer_is_tokenised_as_it_follows_its_prompt(form):
+    """Its tokens are those that a conversation with it is trained on.
+
+    A recorded text lacks the blank at its start, which the target writes where a prompt ends with "ASSISTANT:"; where
+    the prompt ends with the blank, the answer has none.
+    """
+    source = template("chatml") if form == "chatml" else read_chat_template("vicuna")
+    if form == "spaced":
+        prompt = "add_generation_prompt -%}{{- 'ASSISTANT:"
+        assert prompt in source
+        source = source.replace(prompt, f"{prompt} ")
+    renderer = ChatRenderer(byte_tokenizer(source, eos="</s>"))
+    messages = [{"role": "user", "content": "Hi"}]
+    ids = renderer.answer_after(messages, "Sure, why not")
+    if form != "spaced":
+        trained, mask = renderer.conversation([*messages, {"role": "assistant", "content": "Sure, why not"}])
+        assert [token for token, own in zip(trained, mask) if own][:-1] == ids
+    assert renderer.tokenizer.decode(ids) == (" " if form == "vicuna" else "") + "Sure, why not"
+    assert renderer.answer_after(messages, "") == []
 
 
 def test_a_recorded_answer_ends_as_the_chat_template_closes_it():
@@ -109,8 +143,8 @@ def test_a_recorded_answer_ends_as_the_chat_template_closes_it():
 
 
 def test_a_recorded_reason_decides_whether_eos_is_added():
-    assert answer_tokens(Letters(), "ab", 3, 2, "length") == answer_tokens(Letters(), "ab", 3, 2, "stop") == [97, 98]
-    assert answer_tokens(Letters(), "ab", 2, 2, "eos") == [97, 98, 2]
+    assert answer_tokens([97, 98], 3, 2, "length") == answer_tokens([97, 98], 3, 2, "stop") == [97, 98]
+    assert answer_tokens([97, 98], 2, 2, "eos") == [97, 98, 2]
     (key, answer), other = (
         next(iter(ANSWERS.items())),
         Answer(8, (AnsweredTurn("ef", 3, 3, 1.0, finish_reason="length"),)),
@@ -123,10 +157,7 @@ def test_prompts_are_the_conversation_so_far():
     asked = match_questions(ANSWERS, QUESTIONS)
     assert [question.question_id for question in asked] == [7, 8]
 
-    def render(messages, extra):
-        return [ord(letter) for message in messages for letter in message["content"]]
-
-    turns = list(recorded_turns("file", ANSWERS, asked, Letters(), render, 2))
+    turns = list(recorded_turns("file", ANSWERS, asked, Letters(), LettersRenderer(), 2))
     assert [(turn.question, turn.turn, bytes(turn.prompt).decode()) for turn in turns] == [
         (0, 0, "y"),
         (0, 1, "yabz"),
@@ -139,7 +170,7 @@ def test_turns_that_were_not_answered_are_not_asked():
     first = {(None, 7): Answer(7, ANSWERS[None, 7].turns[:1])}
     asked = match_questions(first, QUESTIONS)
     assert asked[0].turns == ["y"] and QUESTIONS[1].turns == ["y", "z"]
-    turns = list(recorded_turns("file", first, asked, Letters(), lambda messages, extra: [5], 2))
+    turns = list(recorded_turns("file", first, asked, Letters(), LettersRenderer(), 2))
     (row,) = (
         row
         for row in result_rows(replay_all("file", {"vanilla": VanillaDrafter()}, asked, turns), 0)
