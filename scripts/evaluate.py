@@ -27,11 +27,12 @@ from draft_heads.configs.options import explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.text.benchmarks import load_benchmark, questions_checksum
+from draft_heads.data.text.benchmarks import load_benchmark, prompts_checksum, questions_checksum
+from draft_heads.data.text.chat_template import tell_of_the_date
 from draft_heads.data.text.known_benchmarks import known_benchmarks
 from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.evaluation.answer_files import check_answers, write_answers
-from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED
+from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED, PROMPTS
 from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import (
     VANILLA,
@@ -93,17 +94,23 @@ def sampled_benchmarks(names: Sequence[str] | None, benchmarks: Sequence[Benchma
     return [benchmark for benchmark in benchmarks if names is None or benchmark.name in names]
 
 
-def check_questions(target: Target, benchmarks: Sequence[Benchmark]) -> None:
-    """ValueError for a question that holds a control token of the target, or what its chat template does not read."""
+def checksums_of_prompts(target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, str]:
+    """The checksum of the first prompts of each benchmark.
+
+    ValueError for a question that holds a control token of the target, or what its chat template does not read.
+    """
+    found = {}
     for benchmark in benchmarks:
+        prompts = []
         for question in benchmark.questions:
             try:
                 asked = [*question.opening, *({"role": "user", "content": text} for text in question.turns)]
                 target.renderer.check_texts(asked, extra=question.extra)
-                if question.opening or question.extra:
-                    target.renderer.prompt(asked[: len(question.opening) + 1], question.extra)
+                prompts.append(target.renderer.prompt(asked[: len(question.opening) + 1], question.extra))
             except ConversationError as error:
                 raise ValueError(f"{benchmark.name}, question {question.question_id}: {error}") from None
+        found[benchmark.name] = prompts_checksum(prompts)
+    return found
 
 
 def decode_and_judge(
@@ -119,13 +126,14 @@ def decode_and_judge(
 
     Processes that torchrun started share the questions; the first one judges, the others get None.
     """
-    check_questions(target, benchmarks)
+    prompts = checksums_of_prompts(target, benchmarks)
+    tell_of_the_date(target.tokenizer, "on another day other ones are asked, and an interrupted run does not go on")
     processes = Processes.from_environment()
     # several batches, because slots are refilled and only the last ones run empty
     group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
     with processes.first_alone() as first:
         if first:
-            parts.begin(identity(options, target, benchmarks), options.overwrite)
+            parts.begin(identity(options, target, benchmarks) | {"prompts": prompts}, options.overwrite)
             clear_output(options.output, finished)
     processes.check_shared(parts.folder, "--output")
     groups = len(groups_of(benchmarks, group_size))
@@ -209,7 +217,7 @@ def run(options: argparse.Namespace) -> None:
     samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
     described = describe_run(options, target)
     described["settings"] |= {"benchmarks": options.benchmarks, CHECKSUMS: checksums(benchmarks)}
-    described["settings"] |= {LOADED: loaded_checksums(parts.settings["files"])}
+    described["settings"] |= {PROMPTS: parts.settings["prompts"], LOADED: loaded_checksums(parts.settings["files"])}
     report = build_report(evaluation, **described, **facts, samples=samples)
     show_report(console, options.output, report)
     parts.clear()

@@ -29,11 +29,11 @@ from draft_heads.configs.options import dtype_name, use_threads
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.files import checksum
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.text.benchmarks import questions_checksum
-from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer
+from draft_heads.data.text.benchmarks import prompts_checksum, questions_checksum
+from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, tell_of_the_date
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import read_answers
-from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED
+from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED, PROMPTS
 from draft_heads.inference.evaluation.replay import (
     AnswerStates,
     end_of_answer,
@@ -79,6 +79,8 @@ def run(options: argparse.Namespace) -> None:
         drafters = text_drafters(specs, tokenizer, options.max_nodes)
     states = AnswerStates(target, drafters.values()) if target else None
     renderer = (target.renderer if target else ChatRenderer(tokenizer)) if options.questions else None
+    if options.questions:
+        tell_of_the_date(tokenizer, "answers that were recorded on another day are replayed after prompts of today")
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem
@@ -87,7 +89,9 @@ def run(options: argparse.Namespace) -> None:
     files = {name: Path(path).name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
     files["answers_checksum"] = checksum(options.answers)
     given = {name: getattr(options, name) for name in ("tokenizer", "chat_template", "max_nodes", "limit")}
-    given |= {CHECKSUMS: {name: questions_checksum(questions)}} if options.questions else {}
+    if options.questions:
+        asked_first = prompts_checksum(turn.prompt for turn in turns if turn.turn == 0)
+        given |= {CHECKSUMS: {name: questions_checksum(questions)}, PROMPTS: {name: asked_first}}
     loaded = {drafter: loaded_by(drafter) for drafter in options.drafters}
     given |= {"drafters": " ".join(options.drafters), LOADED: loaded_checksums(loaded)}
     if target is not None and states is not None:

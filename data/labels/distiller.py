@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,10 +17,9 @@ from draft_heads.data.labels.answers import Answer, Answerer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
 from draft_heads.data.labels.labeller import Labelled, Labeller, checked_ids
+from draft_heads.data.text.chat_template import tell_of_the_date
 from draft_heads.data.text.conversations import conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -74,11 +72,8 @@ class Distiller:
         self.target = target
         self.options = options
         self.renderer = ChatRenderer(target.tokenizer, target.end_token_ids)
-        if "strftime_now" in str(target.tokenizer.chat_template):
-            logger.warning(
-                "the chat template writes the date into prompts: rows written on another day have another one, and "
-                "answers that an interrupted run kept are then written again"
-            )
+        another_day = "rows written on another day have another one, and answers that an interrupted run kept are then"
+        tell_of_the_date(target.tokenizer, f"{another_day} written again")
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]

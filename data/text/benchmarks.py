@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -26,7 +26,8 @@ from draft_heads.data.text.known_benchmarks import Description, describe, known_
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
 
-__all__ = ["BenchmarkError", "Question", "checked_id", "gsm8k_answer", "load_benchmark", "questions_checksum"]
+__all__ = ["BenchmarkError", "Question", "checked_id", "gsm8k_answer", "load_benchmark"]
+__all__ += ["prompts_checksum", "questions_checksum"]
 
 _IDS = ("question_id", "prompt_id", "id")
 
@@ -89,7 +90,17 @@ def checked_id(value: Any) -> int | str:
 
 def questions_checksum(questions: Sequence[Question]) -> str:
     """16 hex digits that change with any field of any question."""
-    return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()[:16]
+    return _checksum([asdict(question) for question in questions])
+
+
+def prompts_checksum(prompts: Iterable[Sequence[int]]) -> str:
+    """16 hex digits that change with any token of any prompt: with what a tokenizer and a chat template made of the
+    questions, on the day if it writes that."""
+    return _checksum([list(prompt) for prompt in prompts])
+
+
+def _checksum(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> list[Question]:

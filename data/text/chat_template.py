@@ -50,6 +50,12 @@ def template_source(tokenizer: PreTrainedTokenizerBase) -> str:
     return "\n".join(own[name] for name in sorted(own, key=lambda name: (name != "default", name)))
 
 
+def tell_of_the_date(tokenizer: PreTrainedTokenizerBase, what_follows: str) -> None:
+    """Log what follows from it that the chat template writes the day into prompts, if it does."""
+    if "strftime_now" in template_source(tokenizer):
+        logger.warning("the chat template writes the date into prompts: %s", what_follows)
+
+
 @cache
 def template_variables(template: str) -> frozenset[str]:
     """The names that a chat template reads of what it is given; those that it sets itself are none of them.

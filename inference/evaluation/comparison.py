@@ -27,6 +27,8 @@ FIGURES = (
 )
 CHECKSUMS = "question_checksums"
 """The setting that holds the checksum of each benchmark's questions."""
+PROMPTS = "prompt_checksums"
+"""The setting that holds the checksum of each benchmark's first prompts, as token ids."""
 LOADED = "loaded_checksums"
 """The setting that holds the checksum of what each drafter loaded."""
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -125,7 +127,8 @@ def differences(reports: Reports) -> Table:
     rows = []
     for key in dict.fromkeys(key for one in given for key in one):
         values = [one.get(key, "–") for one in given]
-        needed = key if key.startswith("questions: ") else f"{key.partition(': ')[0]}: loaded"  # by who has it
+        of, _, _ = key.partition(": ")
+        needed = key if of in ("questions", "prompts") else f"{of}: loaded"  # by who has it
         added = key.startswith("target ") and key.removeprefix("target ").partition(".")[0] in ADDED
         own = [x for x, one in zip(values, given) if (key in one if added else needed in one or ": " not in key)]
         if len(set(own)) > 1:
@@ -141,11 +144,13 @@ def facts(report: Report) -> dict[str, str]:
     fingerprint = flat(target.get("fingerprint") or {})
     known |= {f"target {name}": "none" if x is None and "." in name else x for name, x in fingerprint.items()}
     settings = report["settings"]
-    known |= {key: value for key, value in settings.items() if key not in ("drafters", "benchmarks", CHECKSUMS, LOADED)}
+    elsewhere = ("drafters", "benchmarks", CHECKSUMS, PROMPTS, LOADED)
+    known |= {key: value for key, value in settings.items() if key not in elsewhere}
     known |= {key: value for key, value in report["environment"].items() if key != "time"}
     for row in overall(report["results"]):
         checksum = (settings.get(CHECKSUMS) or {}).get(row["benchmark"])
         known[f"questions: {row['benchmark']}"] = row["questions"], *([checksum] if checksum else [])
+        known[f"prompts: {row['benchmark']}"] = (settings.get(PROMPTS) or {}).get(row["benchmark"])  # None: not noted
         known[f"{row['drafter']}: loaded"] = loaded(settings, row["drafter"])
     for drafter, options in report["options"].items():
         known |= {f"{drafter}: {name}": value for name, value in options.items()}

@@ -7,15 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 
+from draft_heads.scripts import compare, evaluate, lossless
 from draft_heads.scripts import decoding_options as options
-from draft_heads.scripts import evaluate, lossless
 from draft_heads.scripts.decoding_options import drafter_specs
 from tests.running import on_two_nodes
+from tests.scripts.conftest import TEMPLATE
 from tests.tiny_chat import save_target
 
 
@@ -120,6 +122,41 @@ def test_a_finished_folder_needs_overwrite(command, tmp_path, capsys):
     assert evaluate.main([*command, "--target", "absent/absent", "--overwrite"]) == 2
     assert (tmp_path / "out" / "report.json").exists()  # nothing is lost before the new run can start
     assert evaluate.main([*command, "--limit", "2", "--overwrite"]) == 0
+
+
+def test_prompts_of_another_day_are_noted(command, tmp_path, capsys, monkeypatch, caplog):
+    """A run that was interrupted the day before is not gone on with, and a comparison says what differs."""
+
+    class Today(datetime):
+        day_of_month = 28
+
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 11, cls.day_of_month)
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Today)
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d') }}" + TEMPLATE)
+    given = [*command, "--chat_template", str(tmp_path / "dated.jinja"), "--limit", "1"]
+    folders = [str(tmp_path / name) for name in ("first", "same", "later")]
+    for folder, day in zip(folders, (28, 28, 29)):
+        Today.day_of_month = day
+        assert evaluate.main([*given, "--output", folder]) == 0
+    assert "the chat template writes the date into prompts: on another day other ones are asked" in caplog.text
+    compare.main(folders[:2])
+    assert "The reports have the same target, settings and versions" in capsys.readouterr().out
+    compare.main(folders[1:])
+    told = capsys.readouterr().out
+    assert "| prompts: mt_bench | " in told and "| prompts: sums | " in told and "questions: " not in told
+
+    with monkeypatch.context() as patch:
+        patch.setattr("draft_heads.inference.evaluation.evaluate.answer_questions", interrupt)
+        evaluate.main([*given, "--output", str(tmp_path / "out")])
+    Today.day_of_month = 30
+    assert evaluate.main([*given, "--output", str(tmp_path / "out")]) == 2
+    assert "holds an unfinished run with other settings (prompts.mt_bench was " in capsys.readouterr().err
 
 
 def test_config_file_gives_defaults_and_flags_win(command, tmp_path):

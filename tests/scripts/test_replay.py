@@ -106,7 +106,8 @@ def test_reports_say_what_was_replayed(command, tmp_path):
         name: [row[0] for row in differences(read_reports([tmp_path / "a" / "out", tmp_path / name / "out"])).rows]
         for name in "bcd"
     }
-    assert apart == {"b": ["questions: recorded"], "c": ["chat_template"], "d": ["answers_checksum"]}
+    prompts = "prompts: recorded"
+    assert apart == {"b": ["questions: recorded", prompts], "c": [prompts, "chat_template"], "d": ["answers_checksum"]}
 
 
 def test_both_pages_have_the_accepted_tokens_by_source(command, tmp_path):
