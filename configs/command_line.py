@@ -153,8 +153,13 @@ def _config_value(name: str, flag: argparse.Action, value: Any) -> Any:
     """`value` converted and checked as the flag on the command line would be."""
     if value is None and flag.default is not None:
         raise ValueError(f"--config {name}: {flag.dest} has no value; give one, or delete the line")
+    if value is None and flag.const is not None:
+        raise ValueError(
+            f"--config {name}: {flag.dest} without a value could mean the flag alone, which is {flag.const!r}, or "
+            f"nothing; write {flag.const}, or delete the line"
+        )
     if value is None:
-        return flag.const  # as of the bare flag; None for most
+        return None
     if flag.nargs in ("+", "*"):
         return [_single_value(name, flag, item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:
@@ -196,11 +201,15 @@ def parse_with_config(
     return options
 
 
+def own_program() -> list[str]:
+    """`-m MODULE` where this process runs a module of the installed package; [] for a script."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return ["-m", spec.name] if spec is not None and spec.name.startswith("draft_heads.") else []
+
+
 def own_command() -> str:
     """The command of this process, to be typed again: a module of an installed package runs by its name."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    name = "" if spec is None else spec.name
-    program = ["-m", name] if name.startswith("draft_heads.") else sys.argv[:1]
+    program = own_program() or sys.argv[:1]
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     launcher = ["python"] if count == "1" else ["torchrun", "--nproc_per_node", count]
     return shlex.join([*launcher, *program, *sys.argv[1:]])

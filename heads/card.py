@@ -107,12 +107,19 @@ def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) 
 # A {config.kind} draft head for {target}
 
 {parameters:,} parameters, for lossless speculative decoding with the target named
-above. A target of other sizes, with another tokenizer or another chat template is refused when the head is
+above. A target {compared_parts(config)} is refused when the head is
 loaded, of a fine-tune a line says so. The target is {under}.
 
 {USAGE.format(arguments=", ".join(target_arguments(target, provenance.get("options", {}))))}
 
 {trained(provenance)}{long_texts(config)}"""
+
+
+def compared_parts(config: HeadConfig) -> str:
+    """What a target must not have another of, as far as the head says what it was made for."""
+    of_text = {"tokenizer_hash": "another tokenizer", "chat_template_hash": "another chat template"}
+    others = [words for field, words in of_text.items() if config.target_fingerprint.get(field)]
+    return f"of other sizes, with {' or '.join(others)}" if others else "of other sizes"
 
 
 def long_texts(config: HeadConfig) -> str:

@@ -5,7 +5,7 @@
 Between messages:
 
     /drafter [NAME]   the drafters; switch to NAME (also any new one, as in --drafters)
-    /system TEXT      begin again with this system message
+    /system TEXT      begin again with this system message; without TEXT, with none
     /reset            begin again
     /help, /quit      (or Ctrl-D); Ctrl-C ends an answer
 
@@ -91,7 +91,7 @@ class Chat:
     def reset(self, system: str | None) -> None:
         """Begin again."""
         self.system = system
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages = [{"role": "system", "content": system}] if system is not None else []
 
     def use(self, spec: DrafterSpec) -> None:
         """Draft with it from now on, by an engine that is built when first needed; ValueError if it cannot be."""
@@ -127,7 +127,7 @@ class Chat:
             return self.switch(rest.strip())
         if name == "/help":
             return (__doc__ or "").split("\n\n")[3]
-        self.reset(rest.strip() if name == "/system" else self.system)
+        self.reset((rest.strip() or None) if name == "/system" else self.system)
         return "a new conversation"
 
     def answer(self, message: str) -> Generator[tuple[list[tuple[str, bool]], Generation], None, None]:

@@ -122,7 +122,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
     add("--limit", type=int, help="only the first N questions of each benchmark")
     add("--max_nodes", type=int, default=32, help=MAX_NODES_HELP)
     add("--batch_size", type=int, default=1, help="sequences decoded together, for every drafter (default 1)")
-    add("--stop_at_loops", action="store_true", help="end an answer where it begins to repeat itself endlessly")
+    add("--stop_at_loops", action="store_true", help="end an answer at the third copy of a block, of 12 tokens or more")
     add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")
     add("--top_k", type=int, default=0, help="sample from the k most probable tokens only; 0: all")
     add("--top_p", type=float, default=1.0, help="sample from the top tokens that make up this share; 1: all")

@@ -88,10 +88,11 @@ def summary(manifest: dict[str, Any], output: str) -> None:
         "tokens": "tokens",
         "trained_tokens": "trained tokens",
         "agreement": "text and label agree",
-        "skipped": "left out: too long, or refused by the chat template",
+        "skipped": "left out, for a reason that is listed",
         "cut": "cut at max_length",
         "unfinished": "ended at max_new_tokens",
         "loops": "cut at a loop",
+        "unasked": "questions that were not asked, after an answer that did not end",
         "without_end": "recorded answers without an end token",
         "shortened": "recorded answers to earlier questions without their thoughts",
     }

@@ -27,7 +27,7 @@ from draft_heads.inference.target.loading import target_tokenizer
 from draft_heads.scripts.decoding_options import script_parser
 
 
-def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]:
+def described(path: str, target: dict[str, Any] | None, target_adapter: str | None = None) -> list[tuple[str, str]]:
     """(what, value) of everything that is shown of one head."""
     head = load_head(path)
     config = head.config.to_dict()
@@ -42,7 +42,10 @@ def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]
     rows.append(("settings", ", ".join(f"{key} {value}" for key, value in own.items())))
     rows.append(("exports", exports(head)))
     if target is not None:
-        rows.append(("fits the target", fits(config["target_fingerprint"], target)))
+        found = fits(config["target_fingerprint"], target)
+        if found == "yes" and bool(adapter) != bool(target_adapter) and "options" in head.provenance:
+            found = f"yes, as on a fine-tune: it was made {'with' if adapter else 'without'} an adapter"
+        rows.append(("fits the target", found))
     return rows + trained(head.provenance)
 
 
@@ -104,7 +107,7 @@ def run() -> None:
         table = Table(title=path, show_header=False, title_justify="left")
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
-        for row in described(path, target):
+        for row in described(path, target, args.target_adapter):
             table.add_row(*row)
         plain_console().print(table)
 

@@ -17,7 +17,9 @@ report.md, report.json and accepted_length.png to --output.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -32,8 +34,9 @@ from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.text.benchmarks import prompts_checksum, questions_checksum
 from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, tell_of_the_date
 from draft_heads.data.text.rendering import ChatRenderer
-from draft_heads.inference.evaluation.answer_files import read_answers
+from draft_heads.inference.evaluation.answer_files import Answer, read_answers
 from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED, PROMPTS
+from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.replay import (
     AnswerStates,
     end_of_answer,
@@ -56,6 +59,8 @@ from draft_heads.scripts.decoding_options import (
     target_parser,
 )
 from draft_heads.scripts.terminal import show_report
+
+logger = logging.getLogger(__name__)
 
 OF_TARGET = ("target_adapter", "dtype", "device")
 """Flags that say how --target runs."""
@@ -85,6 +90,8 @@ def run(options: argparse.Namespace) -> None:
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem
         turns = list(recorded_turns(name, answers, questions, tokenizer, renderer, end_of_answer(tokenizer)))
+        if options.questions:
+            tell_of_other_prompts(answers.values(), turns)
         evaluation = replay_all(name, drafters, questions, turns, progress, states or no_states)
     files = {name: Path(path).name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
     files["answers_checksum"] = checksum(options.answers)
@@ -102,6 +109,19 @@ def run(options: argparse.Namespace) -> None:
     show_report(console, options.output, build_report(evaluation, None, settings, 0, own_command()))
     if settings.get("not_greedy"):
         console.print(settings["not_greedy"])
+
+
+def tell_of_other_prompts(answers: Iterable[Answer], turns: Sequence[TurnRecord]) -> None:
+    """Log how many prompts are of another length than those that were answered, as far as the answers say it."""
+    recorded = [turn.prompt_tokens for answer in answers for turn in answer.turns]
+    others = sum(length not in (0, len(turn.prompt)) for length, turn in zip(recorded, turns, strict=True))
+    if others:
+        logger.warning(
+            "%d of %d prompts have another number of tokens than those that were answered, whose drafts would be "
+            "others: give the --questions and the --chat_template of that evaluation",
+            others,
+            len(turns),
+        )
 
 
 def check_model(options: argparse.Namespace) -> None:

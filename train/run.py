@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from draft_heads.configs.command_line import on_interrupt
+from draft_heads.configs.command_line import on_interrupt, own_program
 
 from safetensors import SafetensorError
 from transformers import set_seed
@@ -306,15 +306,16 @@ def _command() -> list[str]:
     """The command as it was typed, without what DeepSpeed's launcher adds to it and where this project's folder is; of
     a launcher its processes on a machine."""
     arguments = [text for text in sys.argv[1:] if not text.startswith("--local_rank")]
-    script = "/".join(Path(sys.argv[0]).parts[-2:])  # train/ctc.py
+    program = own_program() or ["/".join(Path(sys.argv[0]).parts[-2:])]  # train/ctc.py
     launcher, processes = [Path(sys.executable).name], os.environ.get("LOCAL_WORLD_SIZE", "1")
     if arguments != sys.argv[1:]:
         launcher = ["deepspeed", "--num_gpus", os.environ.get("LOCAL_SIZE", processes)]
+        program = ["--module", *program[1:]] if program[0] == "-m" else program
     elif "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION" in os.environ:  # which only accelerate's launcher sets
         launcher = ["accelerate", "launch", "--num_processes", processes]
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = ["torchrun", "--nproc_per_node", processes]
-    return [*launcher, script, *arguments]
+    return [*launcher, *program, *arguments]
 
 
 def _data_name(source: str) -> str:
@@ -323,15 +324,17 @@ def _data_name(source: str) -> str:
 
 
 def _git_commit() -> str:
-    """This program's; not that of a repository whose environment it is installed in."""
-    here = Path(__file__).resolve()
-    said = ""
+    """This program's, with `-dirty` where its rooms have changes that are in no commit; not that of a repository whose
+    environment it is installed in."""
+    here, said = Path(__file__).resolve(), list[str]()
+    own, rooms = f"{here.parent.name}/{here.name}", ["configs", "data", "heads", "inference", "train"]
     try:
-        for words in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
-            command = ["git", *words]
-            said = subprocess.run(
-                command, cwd=here.parent, capture_output=True, text=True, check=True, timeout=10
-            ).stdout
+        for words in (["ls-files", "--error-unmatch", own], ["rev-parse", "HEAD"], ["status", "-s", "--", *rooms]):
+            done = subprocess.run(
+                ["git", *words], cwd=here.parents[1], capture_output=True, text=True, check=True, timeout=10
+            )
+            said.append(done.stdout.strip())
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return said.strip()
+    _, commit, changes = said
+    return f"{commit}-dirty" if changes else commit

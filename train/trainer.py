@@ -144,6 +144,7 @@ class DraftHeadTrainer(Trainer):
             multiprocessing_context=args.dataloader_multiprocessing_context,
             in_order=args.dataloader_in_order,
             worker_init_fn=leave_signals_to_trainer,
+            generator=torch.Generator(),  # an epoch draws a seed from it, and nothing from what dropout draws from
         )
         return self.accelerator.prepare(loader)
 
@@ -257,6 +258,7 @@ class DraftHeadTrainer(Trainer):
             del logs["train_loss"]
             if math.isfinite(total := self._whole_loss_sum()):  # checkpoints of older versions do not have it
                 logs["train_loss"] = total / max(self.state.global_step, 1)
+            logs["train_runtime"] = round(60 * self.clock.elapsed, 1)  # as the loss, of the whole run
         super().log(logs, start_time)
 
     @property

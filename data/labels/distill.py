@@ -4,18 +4,19 @@ A row: `id`; `conversation`, a digest of what is asked first; `input_ids` [L]; `
 heads are trained on; `greedy_ids` [L], the target's own token at each of those given the text before it (-100
 elsewhere); when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k `target_layers`.
 
-`labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
-itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
-what the chat template adds after them. Where the template rewrites earlier turns (it drops thoughts), the turn begins
-a row of the same id with the prompt as inference has it. A conversation with the same user turns as an earlier one
-would get the same answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out
-and trained on.
+`labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn itself,
+greedily; after an answer that does not end, no more is asked (`unasked`). The ids it generates are kept as they are,
+and the next turn's prompt is those ids followed by what the chat template adds after them. Where the template rewrites
+earlier turns (it drops thoughts), the turn begins a row of the same id with the prompt as inference has it. A
+conversation with the same user turns as an earlier one would get the same answers: it is left out and counted
+(`repeated`), so that none is trained on twice, or both held out and trained on.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
 fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, shards [{file, rows, first_row,
 source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts {rows, tokens,
-trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops, without_end (recorded answers whose last
-token ends none), shortened (recorded answers to earlier questions of which the template leaves out a part)}, complete.
+trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops, unasked (questions after an answer that
+did not end, or without room for one), without_end (recorded answers whose last token ends none), shortened (recorded
+answers to earlier questions of which the template leaves out a part)}, complete.
 """
 
 from __future__ import annotations
@@ -153,6 +154,12 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
             distiller.options.max_new_tokens,
             ', or give rows "chat_template_kwargs": {"enable_thinking": false}' if thinks else "",
         )
+    if unasked := manifest["counts"].get("unasked"):
+        logger.warning(
+            "%d questions were not asked: the answer before them ended at --max_new_tokens or in a loop, or the "
+            "conversation had no room in --max_length for another; answers that end are followed by all questions",
+            unasked,
+        )
     if without := manifest["counts"].get("without_end"):
         logger.warning(
             "%d recorded answers have no end token, and a head does not learn where they end: the chat template closes "
@@ -185,6 +192,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     counts = dict.fromkeys(_COUNTED, 0)
     entry: dict[str, Any] = {"first_row": first, "source_rows": len(conversations), "skipped": [], "cut": []}
     trimmed: dict[int, dict[str, Any]] = {}  # by the number of the row
+    unasked = distiller.unasked
 
     def rows() -> Iterator[Row]:
         for row in distiller.rows(conversations, first, folder.journal(first)):
@@ -212,6 +220,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
             columns = record["assistant_mask"], record["input_ids"], record["greedy_ids"]
             counts["agreeing_tokens"] += sum(m and x == y for m, x, y in zip(*columns))
             yield record
+        counts["unasked"] = distiller.unasked - unasked
         entry["skipped"].sort(key=lambda left_out: left_out["row"])
         entry["trimmed"] = [trimmed[number] for number in sorted(trimmed)]
 
@@ -228,6 +237,7 @@ _COUNTED = (
     "cut",
     "unfinished",
     "loops",
+    "unasked",
     "without_end",
     "shortened",
 )

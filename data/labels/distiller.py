@@ -81,6 +81,7 @@ class Distiller:
         if answerer is None and options.engine == "openai":
             answerer = AnswerServer(target, options)
         self._answerer = answerer
+        self.unasked = 0  # questions after an answer that did not end, or without room for one
         self.unit = "answers" if options.labels == "generate" else "conversations"
         self.advance: Callable[[int], None] = lambda units: None  # called with the number of new units
         self.show_labelled: Callable[[int, int], None] = lambda rows, of: None  # after a server wrote the answers
@@ -234,6 +235,7 @@ class Distiller:
             yield row
             return
         if len(prompt) >= self.max_length:
+            self.unasked += 1 + len(row.pending)
             row.pending, row.cut = [], bool(row.ids)
             yield from self._finished(row)
             return
@@ -269,6 +271,7 @@ class Distiller:
         if row.own and (kept or self.hidden_dtype is None):
             row.labelled = Labelled(row.own_labels(), answer.hidden, answer.aux_hidden)
         if answer.finish != "end":
+            self.unasked += len(row.pending)
             row.pending = []
             row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
 

@@ -1,8 +1,9 @@
-"""When greedy text starts to repeat itself endlessly: the one rule for labels and reports.
+"""When greedy text repeats itself, which it then mostly does endlessly: the one rule for labels and reports.
 
 A text loops where it ends with `copies` consecutive copies of one block of 1…`max_period` tokens that together are
 at least `min_tokens` long (short blocks therefore need more copies). Drafters predict looping text too well, so it can
-be kept out of training (`cut_loops`) and of measurements (`stop_at_loops`).
+be kept out of training (`cut_loops`) and of measurements (`stop_at_loops`). Some texts that end by themselves repeat as
+much: the line below the header of a table of seven columns, a matrix of zeros.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ turn's prompt contains its own first answer. Several processes share the questio
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 from draft_heads.data.common.processes import ALONE, Processes
 from draft_heads.data.text.benchmarks import Question
-from draft_heads.data.text.rendering import Extra, Messages
+from draft_heads.data.text.rendering import ConversationError, Extra, Messages
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter, forget_all
 from draft_heads.inference.engine import DecodingEngine
@@ -36,6 +37,8 @@ from draft_heads.inference.evaluation.hf_generate import HFGenerate, has_stop_ru
 from draft_heads.inference.evaluation.lossless import Oracle, judge
 from draft_heads.inference.evaluation.meter import Meter
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
+
+logger = logging.getLogger(__name__)
 
 VANILLA = "vanilla"
 TRANSFORMERS = "transformers"  # the row of transformers' own `generate`
@@ -243,7 +246,8 @@ def answer_questions(
 ) -> list[TurnRecord]:
     """The turns of each question of `indices`, up to the first prompt that does not fit, question by question.
 
-    The prompts of one turn of all questions go to the engine together.
+    The prompts of one turn of all questions go to the engine together. A question ends, too, where the chat template
+    refuses the answer before, as gpt-oss's does one that was cut before its final channel.
     """
     messages: dict[int, Messages] = {index: benchmark.questions[index].opening for index in indices}
     answered: dict[int, list[TurnRecord]] = {index: [] for index in indices}
@@ -251,7 +255,18 @@ def answer_questions(
         unanswered = [i for i in indices if len(benchmark.questions[i].turns) > turn == len(answered[i])]
         for index in unanswered:
             messages[index].append({"role": "user", "content": benchmark.questions[index].turns[turn]})
-        prompts = [tuple(render(messages[index], benchmark.questions[index].extra)) for index in unanswered]
+        rendered: dict[int, tuple[int, ...]] = {}
+        for index in unanswered:
+            try:
+                rendered[index] = tuple(render(messages[index], benchmark.questions[index].extra))
+            except ConversationError as error:
+                if turn == 0:
+                    raise
+                which = f"{benchmark.name}, question {benchmark.questions[index].question_id}"
+                logger.warning("%s, is left out from turn %d on for %s: %s", which, turn + 1, name, error)
+        unanswered, prompts = [*rendered], [*rendered.values()]
+        if not prompts:
+            break
         found, used = meter.measure(name, partial(_generate_or_none, engine, prompts, oracle.settings))
         tokens = sum(len(generation.tokens) for generation in found if generation is not None)
         for index, prompt, generation in zip(unanswered, prompts, found):

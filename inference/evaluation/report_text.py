@@ -250,7 +250,8 @@ def skipped_note(report: dict[str, Any]) -> list[str]:
     """A sentence if a turn was skipped."""
     rows = [row for row in overall(report["results"]) if row["skipped"]]
     skipped = ", ".join(f"{row['benchmark']} {shown_name(row)} {row['skipped']}" for row in rows)
-    return [f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []
+    why = "a prompt did not fit the context or the chat template refuses it"
+    return [f"Turns skipped because {why}: {skipped}."] if skipped else []
 
 
 def few_turns_note(report: dict[str, Any]) -> list[str]:

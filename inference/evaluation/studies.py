@@ -221,6 +221,7 @@ def _is_list(value: Any, of: Any) -> bool:
 def _cell(path: Path, place: str, given: dict[str, Any], heads: Mapping[str, str]) -> Cell:
     """The cell with these fields; those that `Cell` lacks are put into its drafter."""
     names = {one.name for one in fields(Cell)}
+    given = {name: value for name, value in given.items() if value is not None}
     if given.get("head"):
         given = {"drafter": "{kind}:{head}", **given}
     spec = str(given.get("drafter", ""))

@@ -221,7 +221,7 @@ def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
     except Exception as error:  # settings that their kind of adapter cannot use may raise any
         if out_of_memory(error):
             raise
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"--target_adapter {adapter} cannot be loaded and merged ({reason}); give a PEFT adapter's folder or hub "
             "id, of a kind that merges into the weights, as LoRA"

@@ -206,8 +206,12 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_in_own_process(*flags: str, **environment: str) -> int:
-    """Bytes that this script reports, called once more with `flags` beside its own, of which one is `--arm`."""
-    command = [sys.executable, *sys.argv, *flags]
+    """Bytes that this script reports, called once more with `flags`, of which one is `--arm`, in place of its own."""
+    own, replaced = list[str](), False
+    for word in sys.argv:
+        replaced = word.partition("=")[0] in flags if word.startswith("--") else replaced
+        own += [] if replaced else [word]
+    command = [sys.executable, *own, *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | environment)
     if done.returncode:  # it has said why
         raise ValueError(

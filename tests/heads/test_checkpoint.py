@@ -25,6 +25,8 @@ PROVENANCE = {
     "target_licence": "apache-2.0",
 }
 
+BOTH, WHOLE = ("tokenizer_hash", "chat_template_hash"), ", with another tokenizer or another chat template"
+
 
 def make_head(kind="ctc", **settings):
     head_type, config = head_classes(kind)
@@ -78,6 +80,15 @@ def test_the_card_of_a_local_target_names_no_base_model(tmp_path):
     assert "base_model" not in metadata and "license" not in metadata
     card = (tmp_path / "README.md").read_text()
     assert "Read from elsewhere." in card and "look it up" in card
+
+
+@pytest.mark.parametrize(
+    "fields, refused", [((), ""), (("tokenizer_hash",), ", with another tokenizer"), (BOTH, WHOLE)]
+)
+def test_the_card_names_what_is_compared_with_a_target(tmp_path, fields, refused):
+    """An imported head does not say which chat template it was trained on."""
+    make_head(target_fingerprint=dict.fromkeys(fields, "f00")).save_pretrained(tmp_path)
+    assert f"A target of other sizes{refused} is refused" in " ".join((tmp_path / "README.md").read_text().split())
 
 
 def test_where_the_target_is_a_folder_is_what_the_provenance_says(tmp_path, monkeypatch):

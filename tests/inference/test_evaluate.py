@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from draft_heads.data.common.processes import Processes
+from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.evaluation.decoded import (
     DecodedFolder,
     DecodedGroup,
@@ -227,6 +228,23 @@ def test_a_turn_that_does_not_fit_ends_its_question_and_is_counted():
     row = table[None, "vanilla"]
     assert (row["questions"], row["turns"], row["skipped"]) == (3, 2, 3)
     assert row["score"] == {"accuracy": 1.0}
+
+
+def test_a_turn_whose_history_the_chat_template_refuses_ends_its_question_and_is_told(caplog):
+    """As gpt-oss's does after an answer that was cut in its analysis; the other questions are measured."""
+
+    def refusing(messages, extra):
+        if any("ih" in message["content"] for message in messages):
+            raise ConversationError("channels in content")
+        return render(messages, extra)
+
+    asked = [question(8, None, "hi", "x", "y"), question(9, None, "ab", "c")]
+    evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [benchmark(asked)], refusing)
+    row = rows(evaluation)[None, "vanilla"]
+    assert (row["questions"], row["turns"], row["skipped"]) == (2, 3, 2)
+    assert "bench, question 8, is left out from turn 2 on for vanilla: channels in content" in caplog.text
+    with pytest.raises(ConversationError, match="channels in content"):  # which is no answer's fault
+        evaluate({"vanilla": StubEngine()}, StubOracle(), [benchmark([question(8, None, "ih")])], refusing)
 
 
 def test_every_turn_is_judged_against_the_oracle():

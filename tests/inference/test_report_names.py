@@ -122,7 +122,7 @@ def test_any_name_is_shown_as_it_is(tmp_path, odd):
 
 def test_skipped_questions_are_told_on_the_terminal_too(tmp_path):
     _, report = report_of({"fast": StubEngine(2)}, [question(1, None, "word"), question(2, None, "y" * 99)])
-    told = "Turns skipped because a prompt did not fit the context: bench vanilla 1, bench fast 1."
+    told = "did not fit the context or the chat template refuses it: bench vanilla 1, bench fast 1."
     assert told in printed(report, tmp_path) and told in markdown(report)
 
 

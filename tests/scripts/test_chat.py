@@ -87,6 +87,16 @@ def test_commands(monkeypatch, capsys):
     assert "must be a command, as /help lists them; got '/what'; write a blank before" in printed.err
 
 
+def test_an_empty_system_message_is_one(target):
+    """A template that has a text of its own where there is no system message writes none of it then."""
+    empty = chat.Chat(target, chat.parse(["--target", "t", "--system", ""]))
+    assert empty.messages == [{"role": "system", "content": ""}]
+    empty.command("/system")
+    assert empty.messages == []
+    empty.command("/system  Be brief. ")
+    assert empty.messages == [{"role": "system", "content": "Be brief."}]
+
+
 def test_a_name_in_use_is_no_other_drafters(target):
     chat_with = chat.Chat(target, chat.parse(["--target", "t", "--drafters", "ngram,k=3"]))
     before = chat_with.engines["ngram"]

@@ -116,10 +116,16 @@ def test_left_out_rows_are_listed_in_the_summary(given, tmp_path, capsys):
     assert "line 3 (id c1): its first answer begins beyond max_length 36" in printed
 
 
-def test_a_setting_without_a_value_is_the_bare_flag(tmp_path):
+def test_a_setting_without_a_value_is_refused_where_the_bare_flag_means_something(tmp_path):
+    """A manifest copied into YAML says null, of what was off."""
     config = tmp_path / "c.yaml"
-    config.write_text("hidden_states:\n")
     given = ["--target", "t", "--dataset", "d", "--output", "o"]
-    assert distill.parse([*given, "--config", str(config)]).hidden_states == "target"
+    for written in ("hidden_states:\n", "hidden_states: null\n", "hidden_states: ~\n"):
+        config.write_text(written)
+        with pytest.raises(ValueError, match="hidden_states without a value could mean the flag alone, which is 'targ"):
+            distill.parse([*given, "--config", str(config)])
+    config.write_text("hidden_states: target\nlimit: null\n")
+    parsed = distill.parse([*given, "--config", str(config)])
+    assert parsed.hidden_states == "target" and parsed.limit is None
     assert distill.parse([*given, "--hidden_states"]).hidden_states == "target"
     assert distill.parse(given).hidden_states is None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def test_reports_say_what_was_replayed(command, tmp_path):
     }
     prompts = "prompts: recorded"
     assert apart == {"b": ["questions: recorded", prompts], "c": [prompts, "chat_template"], "d": ["answers_checksum"]}
+
+
+def test_prompts_of_another_length_than_the_answered_ones_are_told(caplog):
+    """A file of another project does not say how long they were: 0."""
+    turns = [SimpleNamespace(prompt=(5,) * length) for length in (7, 9, 4, 4)]
+    recorded = [
+        SimpleNamespace(turns=[SimpleNamespace(prompt_tokens=length) for length in pair]) for pair in ((7, 8), (0, 5))
+    ]
+    replay.tell_of_other_prompts(recorded, turns)
+    assert "2 of 4 prompts have another number of tokens than those that were answered" in caplog.text
+    caplog.clear()
+    replay.tell_of_other_prompts(recorded[:1], [turns[0], SimpleNamespace(prompt=(5,) * 8)])
+    assert not caplog.text
 
 
 def test_both_pages_have_the_accepted_tokens_by_source(command, tmp_path):

@@ -74,11 +74,17 @@ def test_the_commit_is_that_of_the_program_and_not_of_a_repository_around_it(tmp
         return subprocess.run(own, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
-    for name in ("theirs.py", "run.py"):
+    (tmp_path / "train").mkdir()
+    for name in ("theirs.py", "train/run.py"):
         (tmp_path / name).write_text("")
     git("add", "theirs.py")
     git("commit", "-qm", "a project of the user's, in whose environment this one is installed")
-    monkeypatch.setattr(train_run, "__file__", str(tmp_path / "run.py"))
+    monkeypatch.setattr(train_run, "__file__", str(tmp_path / "train" / "run.py"))
     assert train_run._git_commit() == "unknown"
-    git("add", "run.py")
+    git("add", "train/run.py")
+    git("commit", "-qm", "the program")
+    (tmp_path / "notes.txt").write_text("of the user's")
     assert train_run._git_commit() == git("rev-parse", "HEAD") != ""
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "linear.py").write_text("")
+    assert train_run._git_commit() == git("rev-parse", "HEAD") + "-dirty"

@@ -168,6 +168,34 @@ def test_accelerates_loader_tells_the_sampler_which_epoch_begins(by_tokens):
     assert order.epoch == 3, changed("train/batches.py", "set_epoch of accelerate's loader", "does not reach a sampler")
 
 
+def test_loading_rows_draws_nothing_from_what_dropout_draws_from():
+    """torch's loader draws a seed an epoch, but with persistent workers or after a resume not in every one."""
+    settings = (
+        "num_workers",
+        "pin_memory",
+        "persistent_workers",
+        "prefetch_factor",
+        "multiprocessing_context",
+        "in_order",
+    )
+    given = dict.fromkeys(settings) | {
+        "num_workers": 0,
+        "pin_memory": False,
+        "persistent_workers": False,
+        "in_order": True,
+    }
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(**{f"dataloader_{name}": value for name, value in given.items()}),
+        _row_batches=lambda: batches.RowBatches(8, 2, 0),
+        train_dataset=range(8),
+        data_collator=sorted,
+        accelerator=SimpleNamespace(prepare=lambda loader: loader),
+    )
+    before = torch.get_rng_state()
+    rows = [row for batch in DraftHeadTrainer.get_train_dataloader(trainer) for row in batch]
+    assert sorted(rows) == [*range(8)] and torch.equal(torch.get_rng_state(), before)
+
+
 LAUNCH = "--num_processes 4 --num_machines 1 --mixed_precision no --dynamo_backend no ctc.py"
 
 
@@ -191,3 +219,7 @@ def test_a_run_remembers_the_command_with_its_launcher(monkeypatch, environment,
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["/home/me/project/train/ctc.py", *added, "--target", "t"])
     assert " ".join(train_run._command()) == f"{launcher} train/ctc.py --target t"
+    installed = SimpleNamespace(name="draft_heads.train.ctc")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", installed)
+    module = "--module" if launcher.startswith("deepspeed") else "-m"
+    assert " ".join(train_run._command()) == f"{launcher} {module} draft_heads.train.ctc --target t"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,12 @@ def test_many_answers_that_do_not_end_are_told_with_what_helps(source, tmp_path,
     options = {"labels": "generate", "max_new_tokens": 1, "chat_template": str(own)}
     counts = run_distill(target, source, str(tmp_path / "out"), **options)["counts"]
     assert counts["unfinished"] * 5 > counts["rows"]
+    conversations = load_conversations(source)
+    questions = sum(turn["role"] == "user" for one in conversations for turn in one["messages"])
+    masks = [row["assistant_mask"] for row in rows_of(tmp_path / "out")]
+    answers = sum(mask[0] + sum(own > before for before, own in pairwise(mask)) for mask in masks)
+    assert counts["unasked"] == questions - answers > 0 and counts["skipped"] == 0
+    assert f"{counts['unasked']} questions were not asked: the answer before them ended at" in caplog.text
     told = f"{counts['unfinished']} of {counts['rows']} rows end before their answer does, at --max_new_tokens 1: raise"
     assert told in caplog.text and ("enable_thinking" in caplog.text) == thinks
 
