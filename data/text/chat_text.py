@@ -253,17 +253,20 @@ class ChatText:
                 if rendered(messages, extra) == rendered(other, extra):
                     return "the text of a tool turn"
             if message["role"] in ("tool", "system"):
-                other = [*messages[:number], {**message, "role": "assistant"}, *messages[number + 1 :]]
-                text = rendered(messages, extra)
-                bare = not number and not self._closes(text or "", str(message.get("content")))  # before all turns
-                if text == rendered(other, extra) and not bare:
+                said = str(message.get("content") or "").strip() or self._placeholder(messages)  # a text may be empty
+                own, other = (
+                    rendered([*messages[:number], {**message, "content": said, **role}, *messages[number + 1 :]], extra)
+                    for role in ({}, {"role": "assistant"})
+                )
+                bare = not number and not self._closes(own or "", said)  # before all turns
+                if own == other and not bare:
                     which = " that is not the first" if message["role"] == "system" and number else ""
                     return f"the role of a {message['role']} turn{which}, which it takes for an answer"
         return None
 
     def _closes(self, text: str, content: str) -> bool:
         """Whether a token that ends an answer follows `content` in the rendering `text`."""
-        after = text.partition(content.strip())[2].lstrip()
+        after = text.partition(content)[2].lstrip()
         added = self.tokenizer.added_tokens_decoder
         return any(after.startswith(added[token].content) for token in self.ends if token in added)
 

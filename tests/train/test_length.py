@@ -123,11 +123,6 @@ def test_the_training_loss_is_that_of_all_steps_after_a_resume_too(dataset, tmp_
         shutil.rmtree(output / later)
     status, told = run(dataset, output, kind="medusa")
     assert status == 0 and "resuming" in told, told
-    minutes = json.loads((output / "head" / "provenance.json").read_text())["minutes"]
-    logged = json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
-    before = next(line["minutes"] for line in reversed(logged) if "minutes" in line and line["step"] < 6)
-    spent = float(re.search(r"([\d.]+) s of training", told)[1])
-    assert 60 * before - 1 <= spent <= 60 * minutes + 1
     assert losses(output) == pytest.approx(every, abs=1e-6)
     assert float(re.search(r"mean loss ([^,]*)", told)[1]) == pytest.approx(mean, rel=1e-3)
 

@@ -168,6 +168,17 @@ def test_accelerates_loader_tells_the_sampler_which_epoch_begins(by_tokens):
     assert order.epoch == 3, changed("train/batches.py", "set_epoch of accelerate's loader", "does not reach a sampler")
 
 
+def test_the_last_line_is_of_the_whole_run(monkeypatch):
+    """transformers' loss and seconds are those since a resume: here 9 and 3, of 4 steps in 2.5 minutes."""
+    logged = {}
+    monkeypatch.setattr(Trainer, "log", lambda self, logs, start_time: logged.update(logs))
+    trainer = object.__new__(DraftHeadTrainer)
+    trainer.clock, trainer.state = SimpleNamespace(elapsed=2.5), SimpleNamespace(global_step=4)
+    monkeypatch.setattr(DraftHeadTrainer, "_whole_loss_sum", lambda self: 12.0)
+    trainer.log({"train_loss": 9.0, "train_runtime": 3.0})
+    assert logged == {"train_loss": 3.0, "train_runtime": 150.0}
+
+
 def test_loading_rows_draws_nothing_from_what_dropout_draws_from():
     """torch's loader draws a seed an epoch, but with persistent workers or after a resume not in every one."""
     settings = (

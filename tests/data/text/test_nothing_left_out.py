@@ -1,13 +1,14 @@
 """What a conversation holds is rendered and, where it is trained on, trained on whole; else its row is refused."""
 
 import json
+from contextlib import suppress
 
 import pytest
 
 from draft_heads.data.datastore_build import build_datastore
 from draft_heads.data.text.chat_template import template_variables
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
-from tests.tiny_chat import byte_tokenizer, template, trained_runs
+from tests.tiny_chat import STYLES, byte_tokenizer, template, trained_runs
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Salut"}
 RESULT = {"role": "tool", "content": "20"}
@@ -202,6 +203,30 @@ def test_a_first_system_text_that_is_closed_as_an_answer_is_refused():
         ChatRenderer(byte_tokenizer(ELSE)).prompt(rules)
     tokenizer = byte_tokenizer(BARE)
     assert tokenizer.decode(ChatRenderer(tokenizer).prompt(rules)) == "Be brief.<user>Hello there.<AI>"
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+@pytest.mark.parametrize("form", [*map(template, STYLES), ELSE, BARE])
+def test_a_text_may_be_empty(form, blank):
+    """As the system text of a user interface with an empty box; it is rendered as the template does, or refused."""
+    tokenizer = byte_tokenizer(form)
+    whole = [{"role": role, "content": "Hi"} for role in ("system", "user", "assistant", "user", "assistant", "tool")]
+    for number in range(len(whole)):
+        chat = [{**one, "content": blank} if place == number else one for place, one in enumerate(whole)]
+        for messages in (chat[:2], chat[:4], chat[1:2], chat[1:4], chat):
+            try:
+                ids = ChatRenderer(tokenizer).prompt(messages)
+            except ConversationError:
+                assert form in (ELSE, BARE) or messages == chat or number in (1, 3)  # a tool's turn, a question
+            else:
+                said = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                assert tokenizer.decode(ids) == said
+        answered = [*chat[:2], {"role": "assistant", "content": "Yes"}]
+        with suppress(ConversationError):
+            ids, _ = ChatRenderer(tokenizer).conversation(answered)
+            assert tokenizer.decode(ids) == tokenizer.apply_chat_template(answered, tokenize=False)
+    system = ChatRenderer(byte_tokenizer(template("chatml"))).prompt([{"role": "system", "content": blank}, USER])
+    assert system  # refused by none
 
 
 @pytest.mark.parametrize("form", [ELSE.replace("{{ ' ASSISTANT:' if add_generation_prompt }}", ""), BARE])
