@@ -7,12 +7,13 @@ checkpoint's own logits processors, if its generation config asks for any.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from draft_heads.data.labels.answers import Answer, in_order
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.labeller import checked_ids
-from draft_heads.data.labels.loops import IncrementalStop
+from draft_heads.data.labels.loops import GOES_ON, IncrementalStop, LoopDetector, loop_start
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.generation import GenerationSettings
@@ -62,12 +63,16 @@ class TargetAnswerer:
         # long ones first: what does not fit into memory shows at once, and the last steps are not for one long answer
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         texts = [checked_ids(self.target, prompts[index]) for index in order]
-        settings = GenerationSettings(max(limits, default=1), stop=IncrementalStop() if self._cut_loops else None)
+        stop = IncrementalStop(partial(LoopDetector, goes_on=GOES_ON), GOES_ON) if self._cut_loops else None
+        settings = GenerationSettings(max(limits, default=1), stop=stop)
         rest = settings, self._keep_hidden, self._layers
         for ended in self._engine.as_completed(texts, [limits[index] for index in order], *rest):
-            states = (None if x is None else x.cpu() for x in (ended.hidden, ended.aux_hidden))
-            finish = _FINISH[ended.answer.finish_reason]
-            yield order[ended.number], Answer(ended.answer.tokens, finish, True, *states)
+            index, tokens, finish = order[ended.number], ended.answer.tokens, _FINISH[ended.answer.finish_reason]
+            if self._cut_loops and finish == "limit" and (start := loop_start(tokens, goes_on=GOES_ON)) is not None:
+                tokens, finish = tokens[:start], "loop"
+            read = len(prompts[index]) + len(tokens)
+            states = (None if x is None else x[:read].cpu() for x in (ended.hidden, ended.aux_hidden))
+            yield index, Answer(tokens, finish, True, *states)
 
 
 def answer_prompts(

@@ -21,7 +21,7 @@ from draft_heads.data.generation_config import processor_settings, settings_text
 from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.labeller import Labeller
-from draft_heads.data.labels.loops import loop_start
+from draft_heads.data.labels.loops import GOES_ON, loop_start
 
 _TIMEOUT = 900.0  # seconds for one answer, which may wait in the server's queue
 _BUSY = (429, 500, 502, 503, 504)  # statuses after which the same request may succeed
@@ -92,7 +92,7 @@ class AnswerServer:
             )
         # a server that does not know these tokens may write on after them
         tokens = tokens[: next((i for i, token in enumerate(tokens, 1) if token in self._end_token_ids), None)]
-        if self._cut_loops and (end := loop_start(tokens)) is not None and end < len(tokens):
+        if self._cut_loops and (end := loop_start(tokens, goes_on=GOES_ON)) is not None and end < len(tokens):
             return Answer(tokens[:end], "loop")
         if tokens and tokens[-1] in self._end_token_ids:
             return Answer(tokens, "end")

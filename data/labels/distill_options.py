@@ -29,9 +29,7 @@ class DistillOptions(DatasetOptions):
     shuffle_seed: int | None = option(None, "shuffle with this seed before --limit, for which the whole file is read")
     max_length: int | None = option(None, "cut rows after N tokens (2048, or the target's positions if fewer)", least=1)
     max_new_tokens: int = option(512, "longest generated answer, in tokens (512)", least=1)
-    cut_loops: bool = option(
-        True, "end a generated answer at the third copy in a row of a block, all copies of 12 tokens or more (true)"
-    )
+    cut_loops: bool = option(True, "end a generated answer where it starts to repeat itself endlessly (true)")
     hidden_states: str | None = option(
         None,
         "store the target's hidden states for training, in its own type or in another",

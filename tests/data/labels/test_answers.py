@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
-from draft_heads.data.labels.loops import loop_start
+from draft_heads.data.labels.loops import GOES_ON, loop_start
 from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, template
@@ -83,8 +83,22 @@ def test_looping_answer_is_cut_at_the_start_of_its_loop():
     target = target_of(model, [299])
     whole = answer_prompts(target, PROMPTS, [120] * 7, batch_size=7)
     cut = answer_prompts(target, PROMPTS, [120] * 7, batch_size=7, cut_loops=True)
-    starts = [loop_start(answer.tokens) for answer in whole]
+    starts = [loop_start(answer.tokens, goes_on=GOES_ON) for answer in whole]
     assert any(starts)
     for answer, short, start in zip(whole, cut, starts):
         assert short.tokens == answer.tokens[:start]
         assert short.finish == ("limit" if start is None else "loop")
+
+
+def test_an_answer_that_goes_on_after_a_repetition_is_whole():
+    """As the line below the header of a wide table is a repetition; here no sixteen tokens may stand in it twice."""
+    target = target_of(random_llama(hidden_size=8, num_attention_heads=2, num_key_value_heads=1), [299])
+    target.model.generation_config.no_repeat_ngram_size = 16
+    whole = answer_prompts(target, PROMPTS, [120] * 7, batch_size=7)
+    cut = answer_prompts(target, PROMPTS, [120] * 7, batch_size=7, cut_loops=True)
+    repeat = [loop_start(answer.tokens) is not None for answer in whole]
+    endless = [loop_start(answer.tokens, goes_on=GOES_ON) is not None for answer in whole]
+    goes_on = [one and not other for one, other in zip(repeat, endless)]
+    assert sum(goes_on) > 1
+    for answer, other, kept in zip(whole, cut, goes_on):
+        assert answer == other or not kept

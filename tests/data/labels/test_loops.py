@@ -1,6 +1,7 @@
 """The loop rule, and its incremental form."""
 
 import random
+from functools import partial
 
 import pytest
 
@@ -23,6 +24,29 @@ from draft_heads.data.labels.loops import IncrementalStop, LoopDetector, loop_st
 )
 def test_loop_begins_where_the_last_needed_copy_ends(tokens, start):
     assert loop_start(tokens) == start
+
+
+TABLE = [1, 2] * 8  # the line below the header of a table of eight columns, `| ---` each
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start"),
+    [
+        ([9, *TABLE, 3, 4, 5], None),  # the table's rows follow
+        ([9, *TABLE], 13),  # the longest answer
+        ([9] + [1, 2] * 24 + [3], 13),  # 36 tokens after the sixth copy
+        ([9, *[1, 2] * 23, 1, 3], None),
+        ([*TABLE, 3] + [7] * 60, 17 + 12),
+        ([*TABLE, 3] + [7] * 14, 17 + 12),
+        ([], None),
+    ],
+)
+def test_a_label_is_cut_where_the_loop_goes_on(tokens, start):
+    assert loop_start(tokens, goes_on=36) == start
+    stop = IncrementalStop(partial(LoopDetector, goes_on=36), 36)
+    ends = [stop(tokens[:length]) for length in range(1, len(tokens) + 1)]
+    long = start is not None and len(tokens) >= start + 36
+    assert next((end for end in ends if end is not None), None) == (start if long else None)
 
 
 def brute_force(tokens, max_period, copies, min_tokens):
