@@ -186,7 +186,9 @@ def training_plan(trainer: DraftHeadTrainer, length: RunLength) -> str:
     data = f"{len(rows):,} rows of {tokens:,} tokens"
     plan = f"training {trained:,} parameters for {length} on {data}; memory before activations: {memory}"
     if args.zero_config is not None:
-        plan += f"; ZeRO stage {args.zero_config['zero_optimization']['stage']}"
+        stage, shared = args.zero_config["zero_optimization"]["stage"], ("optimizer", "gradients", "head")
+        among = f", which shares {' and '.join(shared[:stage])} among {args.world_size} processes"
+        plan += f"; ZeRO stage {stage}{among if stage and args.world_size > 1 else ''}"
     return "\n".join([plan, *(f"warning: {line}" for line in length.warnings(args))])
 
 
