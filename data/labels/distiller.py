@@ -72,8 +72,11 @@ class Distiller:
         self.target = target
         self.options = options
         self.renderer = ChatRenderer(target.tokenizer, target.end_token_ids)
-        another_day = "rows written on another day have another one, and answers that an interrupted run kept are then"
-        tell_of_the_date(target.tokenizer, f"{another_day} written again")
+        tell_of_the_date(
+            target.tokenizer,
+            "rows written on another day have another one, and answers that an interrupted run kept are then written "
+            "again",
+        )
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]

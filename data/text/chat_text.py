@@ -136,13 +136,12 @@ class ChatText:
         Of the white space that the template puts between prompt and answer ("ASSISTANT:", " Hello.") the target writes
         its part, which a recorded text lacks. Tokenised alone where it begins within the prompt's last token.
         """
-        alone = self._encode(answer)[0]
         prompt, placeholder = self.text(messages, True, extra), self._placeholder(messages)
         shown = self.text([*messages, {"role": "assistant", "content": placeholder}], extra=extra)
         before, found, _ = shown.partition(placeholder)
         between = before[len(prompt) :] if found and before.startswith(prompt) else ""
         ids, whole = self._encode(prompt)[0], self._encode(prompt + ("" if between.strip() else between) + answer)[0]
-        return whole[len(ids) :] if answer and whole[: len(ids)] == ids else alone
+        return whole[len(ids) :] if answer and whole[: len(ids)] == ids else self._encode(answer)[0]
 
     def check_texts(self, messages: Messages, answers: bool = True, extra: Extra = None) -> None:
         """ControlTokenError where a text of a message or of `extra` holds a token that marks turns, as `<|im_end|>`.

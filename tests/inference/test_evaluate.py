@@ -3,25 +3,12 @@
 import gc
 import itertools
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from draft_heads.data.common.processes import Processes
 from draft_heads.data.text.rendering import ConversationError
-from draft_heads.inference.evaluation.decoded import (
-    DecodedFolder,
-    DecodedGroup,
-    subtract_counts,
-    total_findings,
-)
 from draft_heads.inference.evaluation.evaluate import (
-    decode,
     drafter_order,
-    drafters_of,
-    findings_of,
-    judge_decoded,
 )
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.generation import ContextError, GenerationSettings
@@ -261,12 +248,6 @@ def test_every_turn_is_judged_against_the_oracle():
     assert {record.difference.position for record in broken} == {1}
 
 
-def figures(evaluation):
-    """What must not depend on how an evaluation ran."""
-    rows = [(replace(r, generation=replace(r.generation, seconds={}))) for r in evaluation.records]
-    return sorted(rows, key=lambda r: (r.question, r.turn, r.drafter)), evaluation.findings, evaluation.drafters
-
-
 @pytest.mark.parametrize(
     ("rules", "assisted", "again"),
     [
@@ -309,104 +290,6 @@ def test_the_oracle_takes_the_answers_of_plain_generate_where_no_stop_rule_cuts_
     own = {row.prompt for row in evaluation.records if row.drafter == "transformers"}
     others = {row.prompt for row in evaluation.records} - own
     assert others and oracle.asked == (own | others if again else others)
-
-
-def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
-    engines = {"vanilla": StubEngine(), "fast": StubEngine(2)}
-    whole, settings = run(engines), {"limit": 3}
-    parts, put = DecodedFolder(tmp_path), DecodedFolder.put
-
-    def stop_at_the_second(self, group, part):
-        if group.start == 1:
-            raise KeyboardInterrupt
-        put(self, group, part)
-
-    parts.begin(settings, False)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(DecodedFolder, "put", stop_at_the_second)
-        run(engines, store=parts)
-    told = f"1 of 3 groups of questions are kept in {tmp_path}/parts: the same command, without --overwrite, goes on"
-    assert parts.resume_hint(3) == f"{told} there"
-    again, asked = DecodedFolder(tmp_path), [StubEngine(), StubEngine(2)]
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match="is being written by another run; wait for its end"):
-            again.begin(settings, overwrite)
-    parts._lock.close()  # as the end of its process does
-    again.begin(settings, False)
-    resumed = run(dict(zip(("vanilla", "fast"), asked)), store=again)
-    assert figures(resumed) == figures(whole)
-    assert [text for text, most in asked[0].prompts if most == 64] == ["abcd", "hi", "jk"]  # the warm-up first
-    again._lock.close()
-    with pytest.raises(ValueError, match=r"an unfinished run with other settings \(limit was 3, now 4\).*overwrite"):
-        DecodedFolder(tmp_path).begin({"limit": 4}, False)
-    DecodedFolder(tmp_path).begin({"limit": 4}, True)
-    assert not list((tmp_path / "parts").glob("bench*"))
-
-
-def test_groups_without_run_json_are_anothers_and_it_goes_last(tmp_path, monkeypatch):
-    parts, removed, unlink = DecodedFolder(tmp_path), [], Path.unlink
-
-    def note(path, **options):
-        removed.append(path.name)
-        unlink(path, **options)
-
-    parts.begin({"limit": 3}, False)
-    groups = [parts.folder / name for name in ("a-00000.json", "z-00000.json")]
-    for group in groups:
-        group.write_text("{}")
-    parts._lock.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", note)
-        parts.begin({"limit": 4}, True)
-    assert sorted(removed[:2]) == ["a-00000.json", "z-00000.json"] and removed[2] == "run.json"
-    groups[0].write_text("{}")
-    (parts.folder / "run.json").unlink()
-    parts._lock.close()
-    with pytest.raises(ValueError, match=r"other settings \(its run.json is missing\); .* add --overwrite"):
-        parts.begin({"limit": 4}, False)
-
-
-def test_processes_share_the_questions_and_one_judges(tmp_path):
-    engines = {"vanilla": StubEngine(), "fast": StubEngine(2)}
-    first, second = DecodedFolder(tmp_path), DecodedFolder(tmp_path)
-    first.begin({}, False)
-    oracle, asked = StubOracle(), [benchmark()]
-    decode(engines, oracle, asked, render, first, processes=Processes(0, 2))
-    with pytest.raises(ValueError, match="bench-00001 are missing; a process ended early"):
-        judge_decoded(engines, oracle, asked, first)
-    decode(engines, oracle, asked, render, second, processes=Processes(1, 2))
-    assert figures(judge_decoded(engines, oracle, asked, first)) == figures(run(engines))
-    assert judge_decoded(engines, oracle, asked, DecodedFolder(tmp_path)).processes == [2]  # as their files say
-
-
-def test_findings_of_several_runs_are_added_and_ratios_averaged():
-    def group_of(run, at, steps, ratio):
-        return DecodedGroup(
-            run, [], {"hybrid": {"steps": steps, "parts": {"ctc": {"needed": steps // 2}}, "ratio": ratio}}, time=at
-        )
-
-    total = total_findings([group_of("b", 3, 8, 2.0), group_of("a", 2, 10, 4.0), group_of("a", 1, 4, 9.0)])
-    assert total == {"hybrid": {"steps": 18, "parts": {"ctc": {"needed": 9}}, "ratio": 3.0}}
-
-
-def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_batch():
-    class Counting:
-        sources = ("draft",)
-
-        def __init__(self, steps):
-            self.steps = steps
-
-        def findings(self):
-            return {"steps": self.steps, "ratio": 0.5, "parts": {"ngram": {"needed": 2 * self.steps}}}
-
-    each = [Counting(3), Counting(4)]
-    engine = SimpleNamespace(drafter=SimpleNamespace(slots=2, of_slot=each.__getitem__))
-    drafters = drafters_of({"h": engine, "transformers": object()})
-    before = findings_of(drafters)
-    for drafter in drafters["h"]:
-        drafter.steps += 10
-    found = subtract_counts(findings_of(drafters), before)
-    assert found == {"h": {"steps": 20, "ratio": 0.5, "parts": {"ngram": {"needed": 40}}}}
 
 
 def test_settings_reach_the_engine():
