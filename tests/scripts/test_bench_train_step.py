@@ -88,3 +88,17 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(given, monkeypatch, ca
     assert train_step.exit_status(train_step.run) == 2
     said = capfd.readouterr().err
     assert told in said and "Traceback" not in said
+
+
+def test_the_process_of_an_arm_gets_each_flag_once(monkeypatch):
+    """Its parser would tell the user of flags that are given twice."""
+    commands = []
+
+    def run(command, **options):
+        commands.append(command[1:])
+        return SimpleNamespace(returncode=0, stdout='{"peak_bytes": 7}')
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr("sys.argv", ["train.py", "--loss", "ctc", "soft", "--rows", "3", "--hidden=32"])
+    assert train_step.peak_in_own_process("--arm", "plain", "--loss", "ctc", "--hidden", "64") == 7
+    assert commands == [["train.py", "--rows", "3", "--arm", "plain", "--loss", "ctc", "--hidden", "64"]]

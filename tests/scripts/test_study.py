@@ -126,6 +126,7 @@ def test_numbers_of_the_papers_are_those_they_print():
         (("k={k}", "k={n}"), "needs n; add it to the row"),
         (("k: 3}", "k: 3, width: 2}"), "width is no field of a cell"),
         (("{measure: beta}", "{}"), "needs measure"),
+        (("{measure: beta}", "{measure: null}"), "needs measure"),
         (("{measure: beta}", "{measure: head.size, head: medusa}"), "of a head one of steps, parameters"),
         (("cell: {benchmark: mt_bench}", "cell: {run: typical, benchmark: mt_bench}"), "runs has no 'typical'"),
         (("cell: {benchmark: mt_bench}", "cell: {}"), "needs benchmark"),
