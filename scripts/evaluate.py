@@ -212,7 +212,7 @@ def run(options: argparse.Namespace) -> None:
     if evaluation is None:
         return
     evaluation = replace(evaluation, options=evaluation.options | hf_rows)
-    write_answers(options.output, evaluation, options.batch_size)
+    write_answers(options.output, evaluation, options.batch_size, target.fingerprint()["tokenizer_hash"])
     facts = {"seed": options.seed, "command": own_command()}
     samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
     described = describe_run(options, target)

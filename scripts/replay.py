@@ -31,6 +31,7 @@ from draft_heads.configs.options import dtype_name, use_threads
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.files import checksum
 from draft_heads.data.common.progress import progress_bar
+from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.text.benchmarks import prompts_checksum, questions_checksum
 from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, tell_of_the_date
 from draft_heads.data.text.rendering import ChatRenderer
@@ -86,6 +87,7 @@ def run(options: argparse.Namespace) -> None:
     renderer = (target.renderer if target else ChatRenderer(tokenizer)) if options.questions else None
     if options.questions:
         tell_of_the_date(tokenizer, "answers that were recorded on another day are replayed after prompts of today")
+    tell_of_another_tokenizer(answers.values(), tokenizer)
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem
@@ -109,6 +111,12 @@ def run(options: argparse.Namespace) -> None:
     show_report(console, options.output, build_report(evaluation, None, settings, 0, own_command()))
     if settings.get("not_greedy"):
         console.print(settings["not_greedy"])
+
+
+def tell_of_another_tokenizer(answers: Iterable[Answer], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log a line where the answers' token ids are of another tokenizer, so that their texts are replayed."""
+    if (known := {answer.tokenizer for answer in answers} - {None}) and known != {tokenizer_hash(tokenizer)}:
+        logger.warning("the answers were written with another tokenizer: their texts are tokenised with this one")
 
 
 def tell_of_other_prompts(answers: Iterable[Answer], turns: Sequence[TurnRecord]) -> None:

@@ -27,6 +27,7 @@ QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other
 
 LENGTHS, ACCEPTED, PROMPTS = "accept_lengths_per_turn", "accepted_drafts_per_turn", "prompt_tokens"
 BY_SOURCE, FINISH_REASONS, IN_THOUGHT = "accepted_by_source_per_turn", "finish_reasons", "in_thought"
+TOKEN_IDS, TOKENIZER = "token_ids_per_turn", "tokenizer_hash"
 """What our own files say beside the counts that all have."""
 
 
@@ -34,8 +35,8 @@ BY_SOURCE, FINISH_REASONS, IN_THOUGHT = "accepted_by_source_per_turn", "finish_r
 class AnsweredTurn:
     """One answer: its text, target steps (prefill included), new tokens (EOS included) and seconds.
 
-    `in_thought` is as `TurnRecord` has it, the other fields are those of `metrics.Turn`; what a file of another project
-    does not say is empty.
+    `in_thought` is as `TurnRecord` has it, `token_ids` are those that were written, EOS included; the other fields are
+    those of `metrics.Turn`. What a file of another project does not say is empty.
     """
 
     text: str
@@ -50,6 +51,7 @@ class AnsweredTurn:
     by_source: Mapping[int, int] = field(default_factory=dict)
     finish_reason: str = ""
     in_thought: bool = False
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Answer:
     model       `model_id`, in our files the drafter as reports name it
     sources     names of the drafter's sources, which `AnsweredTurn.by_source` counts
     batch_size  texts that were decoded together
+    tokenizer   the `tokenizer_hash` that `AnsweredTurn.token_ids` are of; None where a file has texts alone
     """
 
     question_id: QuestionId
@@ -68,6 +71,7 @@ class Answer:
     model: str | None = None
     sources: tuple[str, ...] = ()
     batch_size: int = 1
+    tokenizer: str | None = None
 
     @property
     def key(self) -> QuestionKey:
@@ -107,7 +111,8 @@ def _parse_answer(row: Any) -> Answer:
     steps = [first + count for count in _column(choice, counted, int, len(texts))]
     new_tokens = _column(choice, "new_tokens", int, len(texts))
     wall_time = _column(choice, "wall_time", int | float, len(texts))
-    benchmark, model = (row[key] if isinstance(row.get(key), str) else None for key in ("benchmark", "model_id"))
+    names = "benchmark", "model_id", TOKENIZER
+    benchmark, model, tokenizer = (row[key] if isinstance(row.get(key), str) else None for key in names)
     (batch_size,) = _checked([row.get("batch_size", 1)], "batch_size", int)
     counts = _column(choice, BY_SOURCE, dict, len(texts)) if BY_SOURCE in choice else [{}] * len(texts)
     ends = _column(choice, FINISH_REASONS, str, len(texts)) if FINISH_REASONS in choice else [""] * len(texts)
@@ -118,14 +123,33 @@ def _parse_answer(row: Any) -> Answer:
             "by_source": dict(enumerate(_checked(list(count.values()), f"choices[0].{BY_SOURCE}", int))),
             "finish_reason": end,
             "in_thought": bool(thought),
+            "token_ids": ids,
         }
-        for steps_of_turn, count, end, thought in zip(_steps(choice, steps, new_tokens), counts, ends, thoughts)
+        for steps_of_turn, count, end, thought, ids in zip(
+            _steps(choice, steps, new_tokens), counts, ends, thoughts, _token_ids(choice, new_tokens)
+        )
     ]
     turns = tuple(
         AnsweredTurn(*turn, question=(benchmark, question_id), turn=index, **own[index])
         for index, turn in enumerate(zip(texts, steps, new_tokens, wall_time))
     )
-    return Answer(question_id, turns, benchmark, model, tuple(counts[0]) if counts else (), batch_size)
+    sources = tuple(counts[0]) if counts else ()
+    known = tokenizer if TOKEN_IDS in choice else None
+    return Answer(question_id, turns, benchmark, model, sources, batch_size, known)
+
+
+def _token_ids(choice: dict[str, Any], new_tokens: Sequence[int]) -> list[list[int]]:
+    """The token ids of each turn; empty lists of a file that has none."""
+    if TOKEN_IDS not in choice:
+        return [[]] * len(new_tokens)
+    ids = _column(choice, TOKEN_IDS, list, len(new_tokens))
+    for one, count in zip(ids, new_tokens):
+        if len(_checked(one, f"choices[0].{TOKEN_IDS}", int)) != count:
+            raise ValueError(
+                f"choices[0].{TOKEN_IDS} must be the new_tokens of each turn; got {len(one)} ids of a turn with "
+                f"{count}; leave them out, and the text is tokenised"
+            )
+    return ids
 
 
 def _steps(choice: dict[str, Any], steps: Sequence[int], new_tokens: Sequence[int]) -> list[dict[str, Any]]:
@@ -178,8 +202,10 @@ def check_answers(output: Path, overwrite: bool) -> None:
         )
 
 
-def write_answers(output: Path, evaluation: Evaluation, batch_size: int = 1) -> None:
+def write_answers(output: Path, evaluation: Evaluation, batch_size: int = 1, tokenizer: str | None = None) -> None:
     """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run.
+
+    tokenizer: the `tokenizer_hash` of the target, without which nobody can read the token ids
 
     A question without an answered turn gets no line.
     """
@@ -192,7 +218,7 @@ def write_answers(output: Path, evaluation: Evaluation, batch_size: int = 1) -> 
         turns[record.drafter].setdefault((record.benchmark, record.question), []).append(record)
     for name, questions in turns.items():
         shown = shown_name({"drafter": name, "lossy": name in evaluation.lossy})
-        facts = {"model_id": shown} | ({"batch_size": batch_size} if batch_size > 1 else {})
+        facts = {"model_id": shown, TOKENIZER: tokenizer} | ({"batch_size": batch_size} if batch_size > 1 else {})
         sources = evaluation.sources.get(name)
         rows = [
             json.dumps(answer_row(answered, sources) | facts, ensure_ascii=False) + "\n"
@@ -215,6 +241,7 @@ def answer_row(turns: Sequence[TurnRecord], sources: Sequence[str] | None = None
         ACCEPTED: [generation.accepted for generation in generations],
         PROMPTS: [len(turn.prompt) for turn in turns],
         FINISH_REASONS: [generation.finish_reason for generation in generations],
+        TOKEN_IDS: [list(generation.tokens) for generation in generations],
     }
     if any(turn.in_thought for turn in turns):
         choice[IN_THOUGHT] = [int(turn.in_thought) for turn in turns]

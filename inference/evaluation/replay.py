@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.text.benchmarks import Question
 from draft_heads.data.text.rendering import ChatRenderer, closing_token
 from draft_heads.inference.drafters.base import Drafter
@@ -113,10 +114,11 @@ def recorded_turns(
 
     end: the token that ends an answer (`end_of_answer`)
 
-    With `renderer` a prompt is the conversation so far, the question last, and an answer is tokenised as it follows;
-    without, a prompt is the first token of a text (BOS, or EOS of a tokenizer that has none) and the earlier answers of
-    the same conversation, and each answer is tokenised alone.
+    With `renderer` a prompt is the conversation so far, the question last; without, it is the first token of a text
+    (BOS, or EOS of a tokenizer that has none) and the earlier answers of the same conversation. Answers are the token
+    ids that a file has of this tokenizer; the text of others is tokenised, with `renderer` as it follows its prompt.
     """
+    own = tokenizer_hash(tokenizer) if any(answer.tokenizer for answer in answers.values()) else None
     marks = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
     if not marks and renderer is None:
         raise ValueError("replaying answers without --questions needs a tokenizer with BOS or EOS; it has neither")
@@ -125,15 +127,15 @@ def recorded_turns(
         before = marks[:1]
         for turn, (text, recorded) in enumerate(zip(question.turns, answer.turns)):
             messages.append({"role": "user", "content": text})
-            if renderer is None:
-                prompt, ids = (
-                    list(before),
-                    tokenizer(recorded.text, add_special_tokens=False, verbose=False)["input_ids"],
-                )
+            prompt = list(before) if renderer is None else renderer.prompt(messages, question.extra)
+            if own is not None and answer.tokenizer == own:
+                tokens = list(recorded.token_ids)
             else:
-                prompt = renderer.prompt(messages, question.extra)
-                ids = renderer.answer_after(messages, recorded.text, question.extra)
-            tokens = answer_tokens(ids, recorded.new_tokens, end, recorded.finish_reason)
+                if renderer is None:
+                    ids = tokenizer(recorded.text, add_special_tokens=False, verbose=False)["input_ids"]
+                else:
+                    ids = renderer.answer_after(messages, recorded.text, question.extra)
+                tokens = answer_tokens(ids, recorded.new_tokens, end, recorded.finish_reason)
             which = name, index, question.question_id, question.category, turn
             yield TurnRecord(*which, "", tuple(prompt), recorded.text, Generation(tokens))
             messages.append({"role": "assistant", "content": recorded.text})

@@ -153,6 +153,18 @@ def test_a_recorded_reason_decides_whether_eos_is_added():
     assert [turn.generation.tokens for turn in turns] == [[97, 98, 2], [99, 100], [101, 102]]
 
 
+def test_token_ids_are_replayed_where_they_are_of_this_tokenizer(monkeypatch):
+    """The file's third token ended the answer, after a text that has other tokens now."""
+    monkeypatch.setattr("draft_heads.inference.evaluation.replay.tokenizer_hash", lambda tokenizer: "mine")
+    turn = AnsweredTurn("ab", 3, 3, 1.0, finish_reason="eos", token_ids=(120, 121, 9))
+    for renderer in (None, LettersRenderer()):
+        for hashed, tokens in (("mine", [120, 121, 9]), ("other", [97, 98, 2]), (None, [97, 98, 2])):
+            answers = {(None, 8): Answer(8, (turn,), tokenizer=hashed)}
+            asked = match_questions(answers, QUESTIONS)
+            (found,) = recorded_turns("file", answers, asked, Letters(), renderer, 2)
+            assert found.generation.tokens == tokens
+
+
 def test_prompts_are_the_conversation_so_far():
     asked = match_questions(ANSWERS, QUESTIONS)
     assert [question.question_id for question in asked] == [7, 8]

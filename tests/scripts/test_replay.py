@@ -232,6 +232,53 @@ def test_with_the_target_heads_take_the_steps_of_decoding(tmp_path, own_eos):
     ]
 
 
+def test_the_tokens_of_our_own_files_are_replayed_as_they_were_written(tmp_path, caplog, capsys):
+    """Those of a random target, of which a text does not say them: bytes that are no characters.
+
+    Another tokenizer has other tokens for that text, as one with two more entries, and a file may have texts alone.
+    """
+    asked = [{"question_id": i, "turns": [f"What are {i} apples?", "And two?"]} for i in (3, 4)]
+    questions = write(tmp_path / "asked.jsonl", asked)
+    decode = ["--drafters", "ngram", "--benchmarks", f"asked={questions}", "--max_new_tokens", "32"]
+    assert evaluate.main(["--target", TINY, *decode, "--output", str(tmp_path / "decoded")]) == 0
+    answers = tmp_path / "decoded" / "answers" / "vanilla.jsonl"
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+
+    def replayed(name, words, answers=answers):
+        output, told = tmp_path / name, "written with another tokenizer"
+        caplog.clear()
+        words = [*words, "--drafters", "ngram", "--answers", str(answers), "--questions", questions]
+        assert replay.main([*words, "--output", str(output)]) == 0
+        report = json.loads((output / "report.json").read_text())
+        (row,) = report["results"]
+        return (
+            (row["new_tokens"], row["accept_length_histogram"]),
+            report["settings"].get("not_greedy"),
+            told in caplog.text,
+        )
+
+    decoded = json.loads((tmp_path / "decoded" / "report.json").read_text())["results"]
+    (row,) = (row for row in decoded if row["drafter"] == "ngram")
+    steps = row["new_tokens"], row["accept_length_histogram"]
+    assert replayed("same", ["--target", TINY]) == (steps, None, False)
+    assert replayed("text_drafters", ["--tokenizer", TINY]) == (steps, None, False)
+    grown = AutoTokenizer.from_pretrained(TINY)
+    grown.add_tokens(["apples", "bananas"])
+    grown.save_pretrained(tmp_path / "grown")
+    assert replayed("grown", ["--tokenizer", str(tmp_path / "grown")])[2]
+    for row in rows:
+        del row["choices"][0]["token_ids_per_turn"]
+    texts = write(tmp_path / "texts.jsonl", rows)
+    _, other, told = replayed("texts", ["--target", TINY], texts)
+    assert "of 4 answers are not token for token" in other and not told
+    for row in rows:
+        row["choices"][0]["token_ids_per_turn"] = [[1], [2]]
+    cut = write(tmp_path / "cut.jsonl", rows)
+    words = ["--tokenizer", TINY, "--drafters", "ngram", "--output", str(tmp_path / "none")]
+    assert replay.main([*words, "--answers", cut]) == 2
+    assert "token_ids_per_turn must be the new_tokens of each turn; got 1 ids" in capsys.readouterr().err
+
+
 def test_unanswerable_ids_broken_answers_and_finished_folders_are_refused(command, tmp_path, capsys):
     other = write(tmp_path / "other.jsonl", [{"question_id": 99, "turns": ["?"]}])
     assert run(command, questions=[other]) == 2
