@@ -139,7 +139,8 @@ def weights_hashes(
     """Hashes of evenly spaced values of every weight (16 hex digits each); alike in float32 and bfloat16.
 
     weights_hash  of the values, rounded to bfloat16, then to 1/127 of the largest one sampled of their tensor, so that
-                  what float16 loses of the small ones of a bfloat16 checkpoint does not count
+                  what float16 loses of the small ones of a bfloat16 checkpoint does not count; a float32 checkpoint in
+                  float16 is rounded twice, and has another hash
     scales_hash   of those largest values, in bfloat16; 0 where float16 has no full precision. Older fingerprints lack
                   it: two models that differ in a tensor's scale alone are one to them
 
