@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub import HfApi
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from draft_heads.data.common.files import write_tensors, write_text
 from draft_heads.heads.accept_weight import accept_weights
@@ -33,12 +34,15 @@ from draft_heads.heads.windows import Windows, choose_windows, label_windows
 
 
 @dataclass
-class HeadLoss:
-    """One training forward: what to minimise and what to report; the last three fields in evaluation only."""
+class HeadLoss(ModelOutput):
+    """One training forward: what to minimise and what to report; the last three fields in evaluation only.
+
+    DeepSpeed and DDP look for tensors in what a forward returns, and see into a `ModelOutput`.
+    """
 
     total: Tensor  # [] sum of the loss over windows; the trainer divides by the windows of the global batch
-    windows: Tensor  # [] int64, how many windows (anchors with at least one label) entered `total`
-    parts: dict[str, Tensor] = field(default_factory=dict)  # [] each, detached: sums, or counts (named `…_count`)
+    windows: Tensor = None  # type: ignore[assignment]  # [] int64, how many (anchors with a label) entered `total`
+    parts: dict[str, Tensor] = None  # type: ignore[assignment]  # [] each, detached: sums, or counts (named `…_count`)
     correct: Tensor | None = None  # [U, 5] float, windows whose label is among the 1, 2, … 5 best drafts
     counted: Tensor | None = None  # [U] float, windows that have a label at each offset
     scored: Tensor | None = None  # [U] float, those of them whose label has a loss: the head can draft it
@@ -46,7 +50,7 @@ class HeadLoss:
     @classmethod
     def zero(cls, windows: int, device: torch.device) -> HeadLoss:
         """The empty sum over this many windows."""
-        return cls(torch.zeros((), device=device), torch.full((), windows, device=device))
+        return cls(torch.zeros((), device=device), torch.full((), windows, device=device), {})
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a part to the total and name its unweighted value."""

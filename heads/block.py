@@ -180,15 +180,18 @@ class ResidualLayer(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+def grouped_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """Scaled dot-product attention with fewer key/value heads than query heads; `mask` broadcasts to [B, N, Q, C].
+    scale: of the scores, None for 1 / √D.
 
     With a mask, CUDA has grouped heads in its math kernel only, which writes all scores: there the keys are repeated.
     """
     if mask is not None and queries.is_cuda and queries.shape[1] != keys.shape[1]:
         keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (keys, values))
     return F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1]
+        queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
     )
 
 

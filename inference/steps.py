@@ -94,8 +94,14 @@ class StepRunner:
     def begin(self, tokens: int, settings: GenerationSettings, processors: TextProcessors | None = None) -> TextState:
         """Make room for a text of at most `tokens`, prompt and answer, and capture what is missing.
 
-        The memory is that of the text before, whose steps must not run any more.
+        The memory is that of the text before, whose steps must not run any more. ValueError for sampling under a rule
+        of acceptance, which decides by logits alone.
         """
+        if settings.sampling is not None and self._accept is not accept_exact:
+            raise ValueError(
+                "an engine with a rule of acceptance (accept=…) decodes greedily only; got temperature "
+                f"{settings.temperature:g}; leave one of them out"
+            )
         reserved = self.reserved_length(tokens)
         cache = self._cleared_cache(reserved)
         if self.captured is not None and self.target.fused is not None:

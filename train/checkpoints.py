@@ -134,7 +134,7 @@ class SoundBest(TrainerCallback):
     """When a run resumes, its best checkpoint is the best that is still there as it was written."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+        if not args.load_best_model_at_end:  # transformers has forgotten a best checkpoint that is not where it was
             return
         metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
         entries = [entry for entry in state.log_history if math.isfinite(entry.get(metric, math.nan))]
@@ -143,7 +143,7 @@ class SoundBest(TrainerCallback):
         state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         for step in sorted(measured, key=lambda step: sign * measured[step]):  # of equal ones the first
             checkpoint = Path(args.output_dir, f"checkpoint-{step}")
-            wrong = damage(checkpoint) if checkpoint.is_dir() else "was deleted"
+            wrong = damage(checkpoint) if checkpoint.is_dir() else "is not there"
             if wrong is None:
                 state.best_metric, state.best_global_step = measured[step], step
                 state.best_model_checkpoint = str(checkpoint)

@@ -146,6 +146,18 @@ NO_EFFECT: tuple[Entry, ...] = (
         "batches hold every row and are filled by tokens; leave it out, or set --tokens_per_batch 0",
     ),
     (
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        "deepspeed",
+        lambda v: v.deepspeed is not None,
+        "DeepSpeed shares the gradients, not DDP; leave it out, or set the like in the file's zero_optimization",
+    ),
+    (
+        ("ddp_backend",),
+        "deepspeed",
+        lambda v: v.deepspeed is not None and not v.use_cpu,
+        "DeepSpeed opens the connections itself; leave it out",
+    ),
+    (
         ("eval_steps", "eval_delay"),
         "eval_strategy",
         lambda v: _plain(v.eval_strategy) == "no",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from draft_heads.configs.options import THREADS_HELP, check_whole, dtype_from_name, option
+from draft_heads.data.common.processes import trains_on_gpu
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.train.inherited import BY_METRIC, OPTIMIZERS, refused, settled_optimizer
 from draft_heads.train.length import ENDLESS_EPOCHS, saves_what_it_evaluates
@@ -74,7 +75,7 @@ class TrainingOptions:
 
     def __post_init__(self: Any) -> None:
         check_training(self)
-        on_cpu, given = not torch.accelerator.is_available(), self.deepspeed
+        on_cpu, given = not trains_on_gpu(), self.deepspeed
         settle(self)
         self._set_constants()
         self.zero_config: dict[str, Any] | None = None
@@ -117,7 +118,7 @@ def settle(options: Any) -> None:
 
 def needs_gloo(deepspeed: Any) -> bool:
     """Whether a process of a launcher runs DeepSpeed on a CPU, for which accelerate picks no backend."""
-    return deepspeed is not None and not torch.accelerator.is_available() and "LOCAL_RANK" in os.environ
+    return deepspeed is not None and not trains_on_gpu() and "LOCAL_RANK" in os.environ
 
 
 def check_training(options: Any) -> None:
@@ -128,7 +129,7 @@ def check_training(options: Any) -> None:
     _check_optimizer(options)
     _check_ranges(options)
     _check_intervals(options)
-    if options.fp16 and not torch.accelerator.is_available():
+    if options.fp16 and not trains_on_gpu():
         raise ValueError("--fp16 needs a GPU and torch sees none; leave it out, or pass --bf16")
     check_launcher(options)
     if options.deepspeed is not None:

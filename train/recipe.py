@@ -14,7 +14,6 @@ from typing import Any
 
 from draft_heads.configs.command_line import config_values, read_config
 
-import torch
 from transformers import AutoConfig
 
 from draft_heads.configs.recipes import (
@@ -28,6 +27,7 @@ from draft_heads.configs.recipes import (
     size_class,
 )
 from draft_heads.data.common.pretrained import load_config
+from draft_heads.data.common.processes import trains_on_gpu
 from draft_heads.inference.target.loading import target_tokenizer
 from draft_heads.train.memory import ASSUMED_LENGTH, count_parameters, training_memory
 
@@ -133,7 +133,7 @@ def replaced_recipe(recipe: Recipe, parser: argparse.ArgumentParser, gpu: bool) 
 
 def has_gpu(given: Mapping[str, Any]) -> bool:
     """Whether there is a GPU, which the options do not forbid."""
-    return torch.accelerator.is_available() and not given.get("use_cpu")
+    return trains_on_gpu() and not given.get("use_cpu")
 
 
 def named_recipe(kind: str, name_or_path: str, parser: argparse.ArgumentParser) -> Recipe:

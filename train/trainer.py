@@ -272,7 +272,8 @@ class DraftHeadTrainer(Trainer):
 
     def _whole_loss_sum(self) -> float:
         """Sum of the losses of all steps, those before a resume included. Call on every process."""
-        return self._loss_before + float(self.accelerator.reduce(self._loss_sum, "mean"))
+        summed = self._loss_sum.to(self.args.device)  # also where no step has moved it, as after a run's last one
+        return self._loss_before + float(self.accelerator.reduce(summed, "mean"))
 
     def _progress(self) -> dict[str, float]:
         """What `resume` reads. Call on every process."""

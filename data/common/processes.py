@@ -92,6 +92,12 @@ class Processes:
 ALONE = Processes()
 
 
+def trains_on_gpu() -> bool:
+    """Whether torch sees a GPU that heads are trained on: not a Mac's, which has no float64 to add losses up in."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type != "mps"
+
+
 def own_device(device: str | None) -> str | None:
     """The device of this process: where several share a node and none is named, the GPU of its local rank.
 

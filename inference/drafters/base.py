@@ -220,6 +220,10 @@ class SlotLoop(Drafter):
         self._none = DraftTree.empty(device)
 
     @property
+    def deepest_draft(self) -> int:
+        return self.each[0].deepest_draft
+
+    @property
     def target_layers(self) -> tuple[int, ...]:
         return self.each[0].target_layers
 
@@ -235,6 +239,11 @@ class SlotLoop(Drafter):
     def of_slot(self, slot: int) -> Drafter:
         """See `Drafter.of_slot`."""
         return self.each[slot]
+
+    def reserve(self, capacity: int) -> None:
+        """See `Drafter.reserve`."""
+        for drafter in self.each:
+            drafter.reserve(capacity)
 
     def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`."""
@@ -275,7 +284,7 @@ class SlotLoop(Drafter):
 
 _DESCRIPTION = (
     *("kind", "title", "loads", "options_type", "text_only", "on_device", "reads_choices", "extends_paths"),
-    *("proposes_levels", "carries_over", "sources", "options"),
+    *("proposes_levels", "carries_over", "keeps_text", "sources", "options"),
     *("max_nodes", "max_depth", "window_nodes", "vocabulary"),
 )
 """What drafters that are alike have in common."""

@@ -31,7 +31,7 @@ _RUNNER = Path(__file__).with_name("code_runner.py")
 _UNLIMITED, _NOBODY = b"unlimited", 65534  # as in the runner, whose module must not be loaded here
 _COMPLETED, _FAILED, _UNENFORCED = "completed", "failed", "unenforced"
 _INDENT = "    "
-_FENCED = re.compile(r"^[^\n`]*?(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[> \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"^[^\n`]*?(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[> \t]*\1|\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _QUOTED = re.compile(r"^[ \t]*>(?!>> ) ?", re.MULTILINE)
 _INDENTED = re.compile(r"(?:^(?: {4}|\t).*\n?|^[ \t]*\n)+", re.MULTILINE)
 _RETURNS = re.compile(r"^[ \t]+(?:return|yield)\b", re.MULTILINE)
@@ -64,7 +64,7 @@ def program_of(answer: str, task: CodeTask) -> str:
     the examples that are run after it: they may be wrong or ask for input.
     """
     name = re.escape(task.entry_point)
-    function = re.compile(rf"^(?:(?:async )?def {name}\b|{name}[ \t]*=[ \t]*lambda\b)", re.MULTILINE)
+    function = re.compile(rf"^(?:(?:async )?def {name}\b|{name}[ \t]*(?::[^=\n]+)?=(?!=))", re.MULTILINE)
     first = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(answer))  # Python wants them above all else
     answer, asked = _FUTURE.sub("", answer), function.search(task.prompt)
     if (code := code_of(answer, function)) is None:
@@ -153,7 +153,7 @@ def _wrong_line(code: str, function: re.Pattern[str] | None = None) -> int | Non
         return None
     without = 0  # the line of the first of the last functions, where these have no body
     for node in (node for node in reversed(tree.body) if _is(node, function)):
-        if isinstance(node, ast.Assign) or not all(map(_does_nothing, node.body)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) or not all(map(_does_nothing, node.body)):
             return without or None
         without = node.lineno
     return 0
@@ -163,10 +163,13 @@ def _does_nothing(node: ast.stmt) -> bool:
     return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
-def _is(node: ast.stmt, function: re.Pattern[str]) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign]:
-    """Whether a statement defines the function, by `def` or as a lambda."""
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-        return any(function.match(f"def {target.id}") for target in node.targets if isinstance(target, ast.Name))
+def _is(
+    node: ast.stmt, function: re.Pattern[str]
+) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign]:
+    """Whether a statement defines the function, by `def` or by an assignment, as of a lambda or of `Solution().f`."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(function.match(f"def {target.id}") for target in targets if isinstance(target, ast.Name))
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and bool(function.match(f"def {node.name}"))
 
 

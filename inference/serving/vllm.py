@@ -105,7 +105,13 @@ class HeadProposer:
         """Load the head for the model that is served; ValueError where it is not the one that the head was made for."""
         device = next(target_model.parameters()).device
         files = Target.from_pretrained(self._target, self._dtype, lend_to=torch.device("cpu"))
-        head = load_head(self._path, files.fingerprint()).to(device, self._dtype)
+        known = files.fingerprint()
+        template = known.pop("chat_template_hash")  # vLLM renders, with the model's template or one that it is given
+        head = load_head(self._path, known).to(device, self._dtype)
+        if head.config.target_fingerprint.get("chat_template_hash", template) != template:
+            self._logger.warning(
+                "%s learned from another chat template than the model's own; serve it with --chat-template", self._path
+            )
         files.check_layers(head.config.target_layers)
         self.layers = tuple(head.config.target_layers)
         self._options["draft_layers"] = list(self.layers)  # what vLLM compiles depends on them, and so must its cache

@@ -46,12 +46,14 @@ _NORMS = {
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
 _MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ROPES = ("default", "linear", "llama3", "yarn")  # of frequencies that do not depend on the length
+_ROTATE_IN_FLOAT32 = ("olmo2", "olmo3")  # the others round cos and sin to the type of their states
 
 
 class Norm:
     """A norm of the model in few operations, where it is an RMSNorm by its weight or by one plus it, read in each call.
 
-    In half precision that rounds once, where the model's own norm may round before it multiplies by the weight.
+    In half precision that rounds once, where the model's own norm may round before it multiplies by the weight. One
+    plus the weight is a sum in float32, as in the model: rounded, a channel would have another gain at all positions.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -82,7 +84,9 @@ class Norm:
 
     def _normed(self, states: Tensor, plus: int) -> Tensor:
         weight: Any = self.module.weight
-        return F.rms_norm(states, weight.shape, weight + plus if plus else weight, self.eps)
+        if not plus:
+            return F.rms_norm(states, weight.shape, weight, self.eps)
+        return F.rms_norm(states.float(), weight.shape, weight.float() + plus, self.eps).to(states.dtype)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class FusedLayer:
     qkv: MergedLinear  # H → (N + 2G)·D
     q_norm: Norm | None
     k_norm: Norm | None
-    query_scale: float  # what queries are multiplied by before 1 / √D
+    scale: float  # of the scores, in most models 1 / √D
     output: MergedLinear  # N·D → H
     gate_up: MergedLinear  # H → 2·I
     activation: Callable[[Tensor], Tensor]
@@ -148,6 +152,7 @@ class FusedDecoder:
         copy_weights = copy_pays([*decoder.parameters(), *lm_head.parameters()])
         self.logits = MergedLinear.of([lm_head], copy_weights)  # H → V
         self.rotary = decoder.rotary_emb
+        self.rotates_in_float32 = decoder.config.model_type in _ROTATE_IN_FLOAT32
         # frequencies are the same for all layers, or each layer type has its own
         self.ropes = {kind: f"{kind}_" if hasattr(self.rotary, f"{kind}_inv_freq") else "" for kind in layer_types}
         self.layers = [
@@ -199,7 +204,7 @@ class FusedDecoder:
             merged(attention, "qkv_proj" if hasattr(attention, "qkv_proj") else "q_proj k_proj v_proj"),
             Norm(attention.q_norm) if normed else None,
             Norm(attention.k_norm) if normed else None,
-            attention.scaling * attention.head_dim**0.5,
+            float(attention.scaling),
             merged(attention, "o_proj"),
             merged(mlp, "gate_up_proj" if hasattr(mlp, "gate_up_proj") else "gate_proj up_proj"),
             F.silu if isinstance(activation, (nn.SiLU, SiLUActivation)) else activation,
@@ -257,12 +262,12 @@ class FusedDecoder:
             merged = merged.view(batch, rows, -1, self.head_dim)  # [B, R, N + 2G, D]
             queries_keys, values = merged.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
             cos, sin = rotations[self.ropes[layer.layer_type]]
-            rotated = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
+            rotated = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin).to(self.dtype)
             queries, keys = rotated.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
             keys, values = cache.write(index, slots, keys, values.transpose(1, 2))
             # queries that share a key head become rows of one product, so keys are not repeated
-            queries = _scaled(queries, layer.query_scale).reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = attention(layer.layer_type, queries, keys, values)
+            queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
+            attended = attention(layer.layer_type, queries, keys, values, layer.scale)
             by_head = attended.unflatten(2, (repeat, rows))  # [B, G, N/G, R, D]
             added = layer.output(by_head.permute(0, 3, 1, 2, 4).reshape(batch, rows, -1))
             states = states + _scaled(after_attention(added) if after_attention else added, layer.residual_scale)
@@ -286,7 +291,8 @@ class FusedDecoder:
         frequencies, scale = (getattr(self.rotary, f"{rope}{name}") for name in ("inv_freq", "attention_scaling"))
         angles = positions[..., None, None].float() * frequencies
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
+        dtype = torch.promote_types(self.dtype, torch.float32) if self.rotates_in_float32 else self.dtype
+        return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def _scaled(states: Tensor, scale: float) -> Tensor:

@@ -57,9 +57,9 @@ class MaskedAttention:
             bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
             self.biases[layer_type] = bias.repeat(1, repeat, 1)[:, None]
 
-    def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[B, G, Q, D] from queries [B, G, Q, D] and all keys and values [B, G, C, D]."""
-        return grouped_attention(queries, keys, values, self.biases[layer_type])
+    def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[B, G, Q, D] from queries [B, G, Q, D] and all keys and values [B, G, C, D]; scale: of the scores."""
+        return grouped_attention(queries, keys, values, self.biases[layer_type], scale)
 
 
 class ProductAttention(MaskedAttention):
@@ -69,13 +69,15 @@ class ProductAttention(MaskedAttention):
     `masked` has one block for 64 rows of a head, which reads all keys one after another.
     """
 
-    def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """See `MaskedAttention`."""
-        shape, scale = queries.shape, queries.shape[-1] ** -0.5
+        shape = queries.shape
         queries, keys, values = (states.flatten(0, 1) for states in (queries, keys, values))  # [B·G, …]
-        if queries.is_cuda and queries.dtype in (torch.bfloat16, torch.float16):
+        half = queries.dtype in (torch.bfloat16, torch.float16)
+        if half and queries.is_cuda:
             scores = torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32)
         else:
+            queries, keys = (x.float() if half else x for x in (queries, keys))
             scores = queries @ keys.transpose(1, 2)
         scores = torch.add(self.biases[layer_type], scores.unflatten(0, shape[:2]), alpha=scale)  # [B, G, Q, C]
         attended = scores.softmax(-1).to(values.dtype).flatten(0, 1) @ values

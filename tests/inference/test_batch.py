@@ -7,9 +7,9 @@ import torch
 
 from draft_heads.heads.checkpoint import HEADS
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.base import SlotLoop, VanillaDrafter
+from draft_heads.inference.drafters.base import Drafter, SlotLoop, VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
-from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
@@ -152,6 +152,23 @@ def test_nothing_is_drafted_for_a_slot_whose_text_ended_together_with_all_others
         before = [one.proposed for one in each]
         assert [answer.tokens for answer in engine.generate(prompts[:count], settings)] == expected[:count]
         assert [one.proposed - was for one, was in zip(each, before)] == drafted
+
+
+@pytest.mark.parametrize("words", ["lookahead,n=3,w=7", "ngram,keep=1", "h=lookahead+ngram", "self_speculative,skip=1"])
+def test_a_drafter_of_several_slots_is_described_as_that_of_one(target, words):
+    alone, batch = (build_drafter(DrafterSpec.parse(words), target, 64, slots=slots) for slots in (1, 2))
+    for wrapped, one in ((batch, alone), (SlotLoop([alone]), alone)):
+        named = {*Drafter.__annotations__, "deepest_draft", "target_layers"} - {"slots", "drafts_for", "graphs"}
+        assert {name: getattr(wrapped, name) for name in named} == {name: getattr(one, name) for name in named}
+
+
+def test_room_is_reserved_in_every_slot(target):
+    each, reserved = [VanillaDrafter(), VanillaDrafter()], []
+    for index, drafter in enumerate(each):
+        drafter.reserve = lambda capacity, index=index: reserved.append((index, capacity))
+        drafter.members = lambda drafter=drafter: iter([drafter])
+    SlotLoop(each).reserve(70)
+    assert reserved == [(0, 70), (1, 70)]
 
 
 def test_an_answer_of_one_token_leaves_nothing_behind(target):

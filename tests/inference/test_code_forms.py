@@ -46,6 +46,8 @@ def forms_of(prompt: str, body: str) -> dict[str, str]:
         "a sentence and the function": f"Here is the function:\n\n{whole}",
         "a word and the function": f"Solution\n\n{whole}",
         "fenced": f"Here:\n```python\n{whole}```\nIt works.",
+        "fenced, the last fence behind the code": f"Here:\n```python\n{whole.rstrip()}```\nIt works.",
+        "fenced, the last fence behind the code, and more": f"```\n{whole.rstrip()}```  \n```\nprint(1)```",
         "fenced with an example that is cut": f"```python\n{whole}\n\nprint({whole.split('def ')[-1][:3]}(",
         "fenced by tildes": f"~~~python\n{whole}~~~\nIt works.",
         "fenced by four": f"````python\n{whole}````\nIt works.",
@@ -113,6 +115,24 @@ def test_a_lambda_is_a_function(head):
         namespace = {}
         exec(program_of(answer, TASK).replace("check(running)", ""), namespace)
         assert namespace["running"]([3, 4, 5]) == [3, 7, 12], answer
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "running = _sums",
+        "running: object = _sums",
+        "running=functools.lru_cache(_sums)",
+        "class Own:\n    def running(self, numbers):\n        return _sums(numbers)\n\nrunning = Own().running",
+    ],
+)
+def test_a_name_that_is_bound_to_a_function_is_one(end):
+    body = "    return [sum(numbers[: end + 1]) for end in range(len(numbers))]\n\n"
+    sums = f"import functools\n\ndef _sums(numbers):\n{body}"
+    for answer in (sums + end, f"So:\n```python\n{sums}{end}\n\nprint(running(open('x')))\n```\nThat is all."):
+        namespace = {}
+        exec(program_of(answer, TASK).replace("check(running)", ""), namespace)
+        assert namespace["running"]((3, 4, 5)) == [3, 7, 12], answer
 
 
 def test_an_example_behind_a_lambda_is_left_out():

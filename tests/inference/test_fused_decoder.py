@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draft_heads.inference.target import linear
-from draft_heads.inference.target.fused_decoder import FusedDecoder, Norm
+from draft_heads.inference.target.fused_decoder import ARCHITECTURES, FusedDecoder, Norm
 from draft_heads.inference.target.linear import (
     MAX_SKINNY_ROWS,
     MergedLinear,
@@ -19,6 +20,8 @@ from draft_heads.inference.target.linear import (
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION, faster_way, tree_attention
 from draft_heads.inference.tree import ancestor_rows, depths
+from draft_heads.scripts.checks.architectures import _SIZES
+from draft_heads.scripts.checks.architectures import ARCHITECTURES as SETTINGS
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 
 TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
@@ -110,6 +113,20 @@ def test_attention_as_products_is_for_one_text_and_few_rows_on_a_gpu():
     assert ways == ["MaskedAttention", "MaskedAttention", "ProductAttention"]  # auto here is masked
 
 
+@pytest.mark.parametrize("way", ["masked", "products"])
+def test_scores_of_half_precision_are_not_rounded_before_the_softmax(way):
+    """Scores of 16 to 32 in bfloat16 would be off by .06, and weights by 6 %."""
+    torch.manual_seed(0)
+    queries, keys, values = (torch.randn(1, 2, rows, 16).bfloat16() for rows in (6, 40, 40))
+    queries *= 6
+    sees = torch.ones(1, 3, 40, dtype=torch.bool)
+    attended = tree_attention(way, {"full_attention": sees}, 4, 2, torch.bfloat16)(
+        "full_attention", queries, keys, values, 0.3
+    )
+    exact = (0.3 * queries.double() @ keys.double().mT).softmax(-1) @ values.double()
+    assert (attended - exact).abs().max() < 2**-7 * exact.abs().max()
+
+
 @pytest.mark.parametrize("norm, plus", [(GemmaRMSNorm, 1), (LlamaRMSNorm, 0)])
 def test_a_norm_of_large_weights_in_half_precision_is_the_models_own(norm, plus):
     torch.manual_seed(0)
@@ -120,6 +137,47 @@ def test_a_norm_of_large_weights_in_half_precision_is_the_models_own(norm, plus)
     exact = torch.nn.functional.rms_norm(states.double(), (64,), module.weight.double() + plus, 1e-6)
     gain = (fused(states).double() * exact).sum() / exact.square().sum()
     assert fused.plus == plus and abs(gain - 1) < 2e-3
+
+
+@pytest.mark.parametrize("dtype, least", [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
+def test_one_plus_a_weight_is_not_rounded_to_half_precision(dtype, least):
+    """As Gemma's weights are: in bfloat16 1 + .0123 would be 1.0156, at every position alike.
+
+    The gain of each channel over 20,000 states, from which the rounding of single states is averaged out.
+    """
+    torch.manual_seed(0)
+    module = GemmaRMSNorm(32).to(dtype)
+    torch.nn.init.uniform_(module.weight, -0.5, 0.9)
+    fused, states = Norm(module), torch.randn(20_000, 32).to(dtype)
+    normed = states.double() * states.double().square().mean(-1, keepdim=True).add(module.eps).rsqrt()
+    gains = (fused(states).double() * normed).sum(0) / normed.square().sum(0)
+    assert fused.plus == 1 and fused(states).dtype == dtype
+    assert (gains - (1 + module.weight.double())).abs().max() < least / 4
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name in SETTINGS])
+def test_in_half_precision_it_errs_no_more_than_the_modules(name):
+    """Both against the same weights in float64; cos and sin have the type that the model rotates in."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **_SIZES | SETTINGS[name])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in (weight for path, weight in model.named_parameters() if "norm" in path):
+            parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
+    model = model.bfloat16()
+    ids = torch.randint(0, config.vocab_size - 1, (4, 60))
+    with torch.inference_mode():
+        exact = copy.deepcopy(model).double().model(input_ids=ids).last_hidden_state
+        modules = model.model(input_ids=ids).last_hidden_state
+        layers = getattr(config, "layer_types", None)
+        given = [layers[0]] if hasattr(model.model.rotary_emb, f"{layers and layers[0]}_inv_freq") else []
+        own, _ = model.model.rotary_emb(modules, torch.arange(60)[None], *given)
+        target = Target(model)
+        fused = torch.stack([target.prefill(row, target.new_cache(70))[0] for row in ids])
+    errors = [(states.double() - exact).square().mean().sqrt() for states in (fused, modules)]
+    assert errors[0] < 1.08 * errors[1]
+    rope = next(iter(target.fused.ropes.values()))
+    assert target.fused._rotation(torch.arange(60), rope)[0].dtype == own.dtype
 
 
 def rows_of(target):

@@ -72,7 +72,9 @@ def test_damage_is_found_by_size_or_checksum(tmp_path):
 
 @pytest.mark.parametrize("lost", ["sound", "damaged", "deleted", "all"])
 @pytest.mark.parametrize("more", [False, True])
-def test_a_resumed_run_exports_the_best_checkpoint_that_is_sound(tmp_path, capsys, lost, more):
+@pytest.mark.parametrize("recorded", ["elsewhere/checkpoint-4", None])
+def test_a_resumed_run_exports_the_best_checkpoint_that_is_sound(tmp_path, capsys, lost, more, recorded):
+    """recorded: None is what transformers makes of a path that is no folder, as in a run that was moved."""
     measured = {2: 0.3, 4: 0.1, 6: 0.2, 8: float("nan")}
     for step in measured:
         folder = tmp_path / f"checkpoint-{step}"
@@ -88,9 +90,7 @@ def test_a_resumed_run_exports_the_best_checkpoint_that_is_sound(tmp_path, capsy
     history += [{"step": step, "loss": 1.0} for step in measured] + [
         {"step": s, "eval_x": x} for s, x in measured.items()
     ]
-    state = SimpleNamespace(
-        log_history=history, best_model_checkpoint="elsewhere/checkpoint-4", is_world_process_zero=True
-    )
+    state = SimpleNamespace(log_history=history, best_model_checkpoint=recorded, is_world_process_zero=True)
     args = SimpleNamespace(output_dir=str(tmp_path), metric_for_best_model="x", greater_is_better=more)
     args.load_best_model_at_end = True
     SoundBest().on_train_begin(args, state, None)

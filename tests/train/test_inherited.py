@@ -5,6 +5,7 @@ import sys
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -251,6 +252,18 @@ def test_an_encoder_of_single_tokens_has_no_k_grams(capsys):
         parse_options(ChimeraConfig, [*GIVEN, "--order", "2", "--encoder", "target_layer0_frozen"])
     assert "--order 2 has no effect with --encoder target_layer0_frozen" in capsys.readouterr().err
     parse_options(ChimeraConfig, [*GIVEN, "--encoder", "target_layer0_frozen"])  # the order is the recipe's
+
+
+@pytest.mark.parametrize("use_cpu, read", [(False, {"ddp_timeout"}), (True, {"ddp_timeout", "ddp_backend"})])
+def test_deepspeed_takes_ddps_flags_away(use_cpu, read):
+    def taken(file):
+        values, entries = (
+            SimpleNamespace(deepspeed=file, use_cpu=use_cpu),
+            [one for one in NO_EFFECT if one[1] == "deepspeed"],
+        )
+        return {name for names, _, takes_effect_away, _ in entries if takes_effect_away(values) for name in names}
+
+    assert taken("zero2.json") == {name for name in READ if name.startswith("ddp_")} - read and not taken(None)
 
 
 def test_every_entry_of_no_effect_names_options():

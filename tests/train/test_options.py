@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from transformers import AutoConfig
 
 from draft_heads.configs.recipes import SIZE_CLASSES, load_recipe, recipe_names
+from draft_heads.data.common.processes import trains_on_gpu
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.command import answer_help
-from draft_heads.train.recipe import sized_recipe
+from draft_heads.train.recipe import has_gpu, sized_recipe
 from draft_heads.train.training_arguments import options_parser, parse_options
 
 TARGET = "tests/tiny_target"
@@ -347,3 +349,13 @@ def test_help_all_lists_every_flag_of_transformers(capsys):
         answer_help("ctc", ["--help_all"])
     told = capsys.readouterr().out
     assert told.index("--frames") < told.index("--adam_beta1")
+
+
+@pytest.mark.parametrize("found, gpu", [(None, False), ("cuda", True), ("xpu", True), ("mps", False)])
+def test_a_mac_trains_on_its_cpu(monkeypatch, found, gpu):
+    """Its GPU has no float64, in which losses are added up."""
+    device = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+    assert trains_on_gpu() == has_gpu({}) == gpu and not has_gpu({"use_cpu": True})
+    if not gpu:
+        assert parse_options(CTCConfig, [*GIVEN, "--config", "1b-cpu"])[2].use_cpu

@@ -179,6 +179,20 @@ def test_the_last_line_is_of_the_whole_run(monkeypatch):
     assert logged == {"train_loss": 3.0, "train_runtime": 150.0}
 
 
+def test_the_sum_of_losses_is_reduced_where_collectives_run():
+    """A run that resumes after its last step has taken none that would have moved it to the GPU."""
+    reduced = []
+
+    def reduce(value, how):
+        reduced.append((value.device.type, how))
+        return torch.tensor(5.0)
+
+    trainer = object.__new__(DraftHeadTrainer)
+    trainer._loss_sum, trainer._loss_before = torch.zeros((), dtype=torch.float64), 2.0
+    trainer.args, trainer.accelerator = SimpleNamespace(device=torch.device("meta")), SimpleNamespace(reduce=reduce)
+    assert trainer._whole_loss_sum() == 7.0 and reduced == [("meta", "mean")]
+
+
 def test_loading_rows_draws_nothing_from_what_dropout_draws_from():
     """torch's loader draws a seed an epoch, but with persistent workers or after a resume not in every one."""
     settings = (

@@ -122,6 +122,15 @@ def test_an_entry_without_effect_is_named():
     assert lines == ["--deepspeed: steps_per_print has no effect; --logging_steps says how often to log"]
 
 
+def test_the_loss_of_fp16_is_scaled_or_the_stage_refused():
+    """DeepSpeed's optimizer of stage 0 divides gradients by a scale that its engine gives to ZeRO's losses alone."""
+    for entry in ({}, {"zero_optimization": {"stage": 0}}):
+        half = SimpleNamespace(**{**vars(ARGS), "fp16": True, "bf16": False})
+        with pytest.raises(ValueError, match=r"with --fp16 DeepSpeed scales the loss in stages 1 to 3 only; .*zero1"):
+            zero_config(entry, half)
+    assert zero_config({"zero_optimization": {"stage": 1}}, half)[0]["fp16"]["enabled"]
+
+
 def test_an_offloaded_optimizer_is_adam_or_refused():
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     zero_config(offload, ARGS)

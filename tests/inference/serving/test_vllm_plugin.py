@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.serving.request_drafter import ReadTokens
 from draft_heads.inference.step import VerifiedStep
@@ -255,6 +256,23 @@ def test_another_target_a_quantised_lm_head_and_another_vllm_are_refused(plugin,
         ValueError, match=r"reads common_attn_metadata of vLLM's _input_fits_in_drafter; vLLM 0.40.1 has"
     ):
         plugin.HeadProposer(config())
+
+
+def test_a_head_that_learned_from_another_chat_template_is_loaded_and_it_is_told(plugin, folders, tmp_path, vllm):
+    """vLLM renders the prompts; a base model's tokenizer may have no template at all."""
+    target, name, heads = folders
+    head = load_head(heads["ctc"])
+    for folder, template_hash, told in (
+        ("a", "another", 1),
+        ("b", None, 1),
+        ("c", target.fingerprint()["chat_template_hash"], 0),
+    ):
+        made_for = {**target.fingerprint(), "chat_template_hash": template_hash}
+        head.config = replace(head.config, target_fingerprint=made_for)
+        head.save_pretrained(tmp_path / folder)
+        vllm.log.lines.clear()
+        plugin.HeadProposer(config(model=name, head=str(tmp_path / folder))).load_model(served(target))
+        assert sum("learned from another chat template" in line for line in vllm.log.lines) == told
 
 
 def test_a_head_of_a_target_whose_weights_are_kept_in_parts_reads_its_files(plugin, folders):
