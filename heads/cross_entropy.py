@@ -5,7 +5,6 @@ Shapes: N rows, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -39,13 +38,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
 
-    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. On GPU by torch's own
-    `linear_cross_entropy` with chunking (2.13 on); else in chunks of rows.
+    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. In chunks of rows, not by torch's function of
+    that name: of bfloat16 it adds the weight's gradient up in bfloat16.
     """
-    if states.is_cuda and len(states):
-        fused = _fused_linear_cross_entropy()
-        if fused is not None:
-            return fused(states, weight, labels, bias)
     return _chunked_cross_entropy(states, weight, bias, labels, None, chunk_bytes)[0]
 
 
@@ -180,23 +175,3 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         assert found is not None, "the gradient of a loss is computed once"
         scaled = (None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in zip(found, ctx.types))
         return (*scaled, *([None] * 5))
-
-
-@functools.cache
-def _fused_linear_cross_entropy() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:
-    """torch's fused kernel for sums of cross entropies, or None where torch has none."""
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        return None  # before torch 2.13
-    options = torch.nn.LinearCrossEntropyOptions()
-
-    def of_rows(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):  # which does not reach this operation
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-            bias = None if bias is None else bias.to(x.dtype)
-        # a row's loss each: torch would add them up in bfloat16, which is off by percents
-        losses = F.linear_cross_entropy(
-            x, weight.to(x.dtype), labels, linear_bias=bias, reduction="none", options=options
-        )
-        return total(losses)
-
-    return of_rows

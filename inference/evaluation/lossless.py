@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from itertools import zip_longest
 from typing import Any
 
@@ -96,13 +97,18 @@ class Oracle:
     def _processors(self, prompt: Sequence[int]) -> LogitsProcessorList | None:
         return processors_of(self.target, self.settings, prompt, self._limit(prompt))
 
+    @property
+    def _last_row(self) -> dict[str, int]:
+        """What keeps a forward from making the logits of all rows, gigabytes of a long text."""
+        return {"logits_to_keep": 1} if "logits_to_keep" in signature(self.target.model.forward).parameters else {}
+
     @torch.no_grad()
     def gap(self, prompt: Sequence[int], answer: Sequence[int], token: int, other: int) -> float:
         """Distance of two logits of the token that follows `answer` to `prompt`, in the next higher precision than the
         target's; where top-k or top-p leaves out the likelier one or the one that was chosen, or nearly, `from_cut`."""
         ids_1L = torch.tensor([[*prompt, *answer]], device=self.target.device)
         with higher_precision(self.target.model, HIGHER_PRECISION[self.target.dtype]):
-            logits_1V = self.target.model(input_ids=ids_1L, use_cache=False).logits[:, -1]
+            logits_1V = self.target.model(input_ids=ids_1L, use_cache=False, **self._last_row).logits[:, -1]
         warpers = sampling_processors(self.settings.sampling)
         for process in (*(self._processors(prompt) or ()), *warpers[:1]):  # the first is the temperature
             logits_1V = process(ids_1L, logits_1V)
@@ -147,6 +153,8 @@ def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     A module's weights are cast for its forward only: there is never a second copy of more than one module.
     """
+    experts: Any = model if dtype == torch.float64 and hasattr(model, "set_experts_implementation") else None
+    experts_before = experts and experts.get_experts_implementation()
     own: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def cast(module: nn.Module, args: Any) -> None:
@@ -162,8 +170,12 @@ def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     hooks = [module.register_forward_pre_hook(cast) for module in model.modules()]
     hooks += [module.register_forward_hook(restore, always_call=True) for module in model.modules()]
     try:
+        if experts is not None:
+            experts.set_experts_implementation("eager")  # their grouped product has no float64
         yield
     finally:
+        if experts is not None:
+            experts.set_experts_implementation(experts_before)
         for hook in hooks:
             hook.remove()
 

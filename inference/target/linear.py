@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from draft_heads.heads.base import TargetView
 from draft_heads.inference.native import library
+from draft_heads.inference.target.library_names import forward_hooks
 
 MAX_SKINNY_ROWS = 128  # above, `F.linear` is faster than `skinny_matmul`
 MAX_COPIED_BYTES = 4 * 2**30  # weights of larger modules are not held a second time
@@ -58,8 +59,11 @@ class MergedLinear:
 
 
 def half_precision_product(linear: nn.Module, x: Tensor) -> Tensor | None:
-    """[..., K] → [..., N] of an unquantised Linear in half precision on a GPU, in float32; None for any other."""
+    """[..., K] → [..., N] of an unquantised Linear in half precision on a GPU, in float32; None for any other, and
+    where something sees or replaces the module's forward."""
     if not x.is_cuda or type(linear) is not nn.Linear or linear.weight.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if forward_hooks(linear) and not hasattr(linear, "_hf_hook"):  # accelerate's, which moves states of spread targets
         return None
     rows = x.reshape(-1, x.shape[-1]).to(linear.weight.device)  # of a spread target: its last layer is elsewhere
     product = torch.mm(rows, linear.weight.T, out_dtype=torch.float32)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.evaluation import lossless
@@ -24,6 +24,7 @@ from draft_heads.inference.evaluation.lossless import (
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling, gumbel
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.checks.architectures import _SIZES, ARCHITECTURES
 from tests.inference.models import check_prompts
 
 PROMPT = (3, 1, 4, 1, 5)
@@ -282,6 +283,35 @@ def test_one_module_at_a_time_is_in_the_higher_precision():
     with torch.no_grad(), higher_precision(model, torch.float64):
         assert model(input_ids=torch.tensor([PROMPT])).logits.dtype == torch.float64
     assert max(cast) == 1  # every module of this model has one parameter, if any
+
+
+def test_a_mixture_of_experts_is_judged_one_precision_higher():
+    """Whose grouped product has no float64; afterwards it computes as before."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mixtral", **_SIZES | ARCHITECTURES["mixtral"])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids, before = torch.tensor([[5, 6, 7, 8]]), model.get_experts_implementation()
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    with torch.no_grad():
+        own = model(input_ids=ids).logits
+        with higher_precision(model, torch.float64):
+            assert torch.allclose(model(input_ids=ids).logits, exact(input_ids=ids).logits, rtol=0, atol=1e-6)
+        assert model.get_experts_implementation() == before and torch.equal(model(input_ids=ids).logits, own)
+    assert gap_noise(model, [5, 6, 7, 8], "cpu") > 0
+
+
+def test_a_gap_is_measured_on_the_logits_of_one_row(monkeypatch):
+    target, rows = make_target(), []
+    whole = target.model.forward
+
+    def forward(*args, logits_to_keep=0, **options):
+        rows.append(logits_to_keep)
+        return whole(*args, logits_to_keep=logits_to_keep, **options)
+
+    monkeypatch.setattr(target.model, "forward", forward)
+    Oracle(target, settings()).gap(PROMPT, (), 3, 39)
+    assert rows == [1]
 
 
 def test_float64_allows_no_difference():

@@ -81,3 +81,19 @@ def test_the_half_precision_product_is_made_where_the_weight_lies():
     product = half_precision_product(linear, torch.empty(2, 3, 8, dtype=torch.bfloat16, device="cuda:1"))
     assert product.device == torch.device("cuda:0") and product.shape == (2, 3, 4)
     assert product.dtype == torch.float32
+    linear._hf_hook = object()  # accelerate's, of a spread target
+    linear.forward = linear.forward.__get__(linear)
+    assert half_precision_product(linear, torch.empty(3, 8, dtype=torch.bfloat16, device="cuda:1")) is not None
+
+
+@pytest.mark.parametrize("how", ["hook", "pre_hook", "forward"])
+def test_what_is_laid_on_the_lm_head_is_not_passed_over(how):
+    """As a bias on some tokens: the module computes."""
+    linear = nn.Linear(8, 4, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.empty(4, 8, dtype=torch.bfloat16, device="cuda:0"))
+    if how == "forward":
+        linear.forward = lambda states: states
+    else:
+        register = linear.register_forward_hook if how == "hook" else linear.register_forward_pre_hook
+        register(lambda *args: None)
+    assert half_precision_product(linear, torch.empty(3, 8, dtype=torch.bfloat16, device="cuda:0")) is None
