@@ -131,8 +131,15 @@ def _conversation_tokens(
     parts: list[NDArray[Any]] = []
     renderer = ChatRenderer(tokenizer)
 
+    shortened = 0
+
     def text_of_row(messages: Messages, extra: Extra) -> str:
-        return renderer.checked_text(renderer.answered(messages, extra), extra=extra)
+        nonlocal shortened
+        messages = renderer.answered(messages, extra)
+        text = renderer.checked_text(messages, extra=extra)
+        renderer.check_answers(text, messages, extra)
+        shortened += renderer.shortened(messages, extra)
+        return text
 
     for first in range(0, len(rows), _BATCH):
         progress("conversations", first, len(rows))
@@ -150,6 +157,8 @@ def _conversation_tokens(
     progress("conversations", len(rows), len(rows))
     for line in count_by_reason(refused):
         logger.warning("%s: %s", dataset, line)
+    if shortened:
+        logger.warning("%s: %d answers lack a part that the chat template leaves out, as thoughts", dataset, shortened)
     if not parts:
         raise ConversationError(
             f"{dataset}: the chat template refuses all {len(rows)} conversations, the first: {refused[0]}; pass "

@@ -234,6 +234,11 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
             found = "folder" if Path(source).is_dir() else "hub id"
             reason = str(error.__cause__ or error).splitlines()[0]
             raise ValueError(f"{source} is no {found} with rows of one form ({reason}){_REMEDY}") from error
+    if option is None and split is not None:  # a hub dataset's; a local copy may have another one alone, or none
+        if not isinstance(loaded, dict):
+            split = None
+        elif split not in loaded and len(loaded) == 1:
+            (split,) = loaded
     if isinstance(loaded, dict):  # as DatasetDict is
         split = split or ("test" if "test" in loaded else next(iter(loaded)))
         if split not in loaded:

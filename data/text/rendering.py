@@ -12,9 +12,8 @@ prompt ends, or after what the template puts there before each answer (`<|channe
 first token that follows it and ends an answer: an end token of the target, or the special token with which the template
 closes answers. A token that ends no answer, as the next role's, is not trained, and neither is anything between. Tool
 calls are a part of the turn, also where they are a message of their own (gpt-oss), unless the target stops before them:
-then the conversation is refused. A
-`{% generation %}` block chooses among the turns, and leaves out a part of one where it encloses less; what else it
-encloses is not trained.
+then the conversation is refused. A `{% generation %}` block chooses among the turns, and leaves out a part of one where
+it encloses less; what else it encloses is not trained.
 
 Templates that drop parts of earlier turns (thoughts, an analysis channel) or that end the last turn with another token
 are rendered as they are: an earlier answer is what the template leaves of it, the last one is everything the target
@@ -41,13 +40,14 @@ from draft_heads.data.text.token_spans import (
     end_between,
     end_of_placeholder,
     first_token,
+    left_out,
+    packed,
     part_in_block,
 )
 
 __all__ = ["ConversationError", "Extra", "Messages", "check_unicode"]
 
 logger = logging.getLogger(__name__)
-
 
 _NO_PART = {"role", "name", "tool_call_id"}  # keys of a message whose text is no part of what it says
 
@@ -108,6 +108,7 @@ class ChatRenderer(ChatText):
     """Messages to tokens and the assistant's mask, with one tokenizer's chat template."""
 
     _prompt_differs = False  # whether a recorded answer was logged that does not follow its prompt
+    _joins_words = False  # the same for one whose first token begins within its prompt
 
     # ---- rendering ------------------------------------------------------------------------------
 
@@ -141,7 +142,7 @@ class ChatRenderer(ChatText):
             raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
         messages = self.answered(messages, extra)
         text = self.checked_text(messages, extra=extra)
-        self._check_answers(text, messages, extra)
+        self.check_answers(text, messages, extra)
         whole = _Rendering(messages, extra, text, *self._encode(text))
         marked = self._block_mask(whole) if self.has_generation_block else None
         mask = [False] * len(whole.ids)
@@ -170,9 +171,9 @@ class ChatRenderer(ChatText):
         messages = self.answered(messages, extra)
         last = _last_question(messages)
         earlier = [messages[number] for number, _ in _answers(messages) if number < last]
-        shown = _packed(self.text(messages, extra=extra)) if earlier else ""
+        shown = packed(self.text(messages, extra=extra)) if earlier else ""
         texts = [[one[key] for key in one.keys() - _NO_PART if isinstance(one[key], str)] for one in earlier]
-        return sum(any(_packed(text) not in shown for text in parts) for parts in texts)
+        return sum(any(packed(text) not in shown for text in parts) for parts in texts)
 
     def answered(self, messages: Messages, extra: Extra = None) -> Messages:
         """The messages without a question at the end for whose sake the template renders those before it otherwise;
@@ -182,7 +183,7 @@ class ChatRenderer(ChatText):
         answered = self.checked_text(messages[:-1], extra=extra)
         return messages if self.text(messages, extra=extra).startswith(answered) else messages[:-1]
 
-    def _check_answers(self, text: str, messages: Messages, extra: Extra) -> None:
+    def check_answers(self, text: str, messages: Messages, extra: Extra) -> None:
         """ConversationError where the rendering `text` leaves out a part of a trained answer to the last question.
 
         A rendering that begins otherwise than the prompt for that answer is logged once.
@@ -192,9 +193,9 @@ class ChatRenderer(ChatText):
         if not asked or not answers:
             return
         before = self.text(asked, extra=extra)
-        shown = _packed(text.removeprefix(before))
+        shown = packed(text.removeprefix(before))
         for number, answer in answers:
-            if count := _left_out(answer, shown):
+            if count := left_out(answer, shown):
                 raise ConversationError(
                     f"the chat template leaves out at least {count:,} characters of the answer in turn {number} "
                     f"(assistant), which is to be trained on: {answer.strip()[:40]!r}; use labels generate, or a "
@@ -237,6 +238,13 @@ class ChatRenderer(ChatText):
         ids, offsets = self._encode(text)
         end = end_of_placeholder(text, PLACEHOLDER)
         found = next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._marks), None)
+        if found in self.probe.ends_of_thoughts - self._end_token_ids:
+            logger.warning(
+                "the chat template closes an answer with %r, as the thought before it: answers end at the tokenizer's "
+                "EOS, and where generation_config.json says",
+                self.tokenizer.decode(found),
+            )
+            return None
         if found is None and (closing := text[end:].strip()):
             logger.warning(
                 "the chat template closes an answer with %r, in which the tokenizer %s has no special token: answers "
@@ -258,6 +266,12 @@ class ChatRenderer(ChatText):
             turn = turn._replace(content=max(turn.content, end))
         begins = (end > turn.start and (start >= turn.start or not turn.aligned) for start, end in offsets)
         first = next((i for i, found in enumerate(begins) if found), len(ids))
+        if turn.aligned and first and offsets[first - 1][1] > turn.start and not self._joins_words:
+            self._joins_words = True
+            logger.warning(
+                "prompts end within a recorded answer's first token, %r, which is not trained: use labels generate",
+                text[slice(*offsets[first - 1])],
+            )
         last = first
         while last < len(ids) and offsets[last][0] < turn.content:
             if ids[last] in self.ends and offsets[last][1] > turn.content:
@@ -384,17 +398,3 @@ def _answers(messages: Messages) -> list[tuple[int, str]]:
 
 def _last_question(messages: Messages) -> int:
     return max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
-
-
-def _packed(text: str) -> str:
-    """The text without white space."""
-    return "".join(text.split())
-
-
-def _left_out(answer: str, shown: str) -> int:
-    """How many characters at the start of an answer must go for the rest to be in `shown`; white space does not count.
-
-    Example, `<think> a </think> b c` in `bc<|im_end|>`: 16.
-    """
-    words = _packed(answer)
-    return next(count for count in range(len(words) + 1) if words[count:] in shown)

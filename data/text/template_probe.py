@@ -24,6 +24,7 @@ RULES = {"role": "system", "content": "SAMPLERULES"}
 QUESTION = {"role": "user", "content": "SAMPLEQUESTION"}
 ANSWER = {"role": "assistant", "content": "SAMPLEANSWER"}
 FOLLOW_UP = {"role": "user", "content": "SAMPLEFOLLOWUP"}
+THOUGHT = {"content": "SAMPLETHOUGHT"}
 
 
 def as_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +92,19 @@ class TemplateProbe:
             if between == opening[:1] or between not in ends:
                 return frozenset(last)
         return frozenset(last + between)
+
+    @cached_property
+    def ends_of_thoughts(self) -> frozenset[int]:
+        """The added tokens that the template writes between a thought and its answer, and that end no answer.
+
+        Example: `<|end|>`, `<|start|>`, `<|channel|>` and `<|message|>` (gpt-oss).
+        """
+        thinks = [QUESTION, {**ANSWER, "reasoning_content": THOUGHT["content"], "thinking": THOUGHT["content"]}]
+        try:
+            shown = THOUGHT["content"] in self._render(thinks, False)
+        except ValueError:
+            return frozenset()
+        return frozenset(self._marks(thinks, False, THOUGHT, ANSWER) if shown else ())
 
     @cached_property
     def scaffold(self) -> tuple[int, ...]:

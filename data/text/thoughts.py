@@ -13,16 +13,21 @@ MARKS = {
     "<|channel>thought": "<channel|>",  # Gemma 4
     "◁think▷": "◁/think▷",  # Kimi
     "<|channel|>analysis": "<|channel|>final<|message|>",  # gpt-oss
+    "<|begin_of_thought|>": "<|end_of_thought|>",  # Sky-T1, OpenThinker
+    "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
+    "<|think|>": "<|end|><|begin|>assistant<|content|>",  # Solar Open
 }
 """What opens a thought → what ends it."""
+IN_PROMPTS = {"Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]"}  # Apriel
+"""The same of words that open a thought at the end of a prompt only."""
 
-_AFTER = (*MARKS, "<|END_RESPONSE|>")  # what follows an answer: a thought, or Cohere's mark of its end
-_NOT_SHOWN, _ENDS = ("|".join(map(re.escape, marks)) for marks in (_AFTER, MARKS.values()))
+_AFTER = (*MARKS, "<|END_RESPONSE|>", "[END FINAL RESPONSE]")  # what follows an answer: a thought, or a mark of its end
+_NOT_SHOWN, _ENDS = ("|".join(map(re.escape, marks)) for marks in (_AFTER, [*MARKS.values(), *IN_PROMPTS.values()]))
 
 
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt ends with the mark that opens a thought, which the answer goes on from."""
-    return prompt.rstrip().endswith(tuple(MARKS))
+    return prompt.rstrip().endswith((*MARKS, *IN_PROMPTS))
 
 
 def without_thoughts(answer: str, in_thought: bool = False) -> str:

@@ -66,3 +66,17 @@ def common_prefix(one: str, other: str) -> str:
 
 def common_suffix(one: str, other: str) -> str:
     return common_prefix(one[::-1], other[::-1])[::-1]
+
+
+def packed(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
+
+
+def left_out(answer: str, shown: str) -> int:
+    """How many characters at the start of an answer must go for the rest to be in `shown`; white space does not count.
+
+    Example, `<think> a </think> b c` in `bc<|im_end|>`: 16.
+    """
+    words = packed(answer)
+    return next(count for count in range(len(words) + 1) if words[count:] in shown)

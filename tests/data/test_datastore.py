@@ -177,6 +177,25 @@ def test_a_question_without_an_answer_takes_no_thoughts_out_of_the_answer_before
     assert stored[0] == stored[1] == tokenizer("<|user|>Hi<|assistant|>Greet.</think>Hello.</s>")["input_ids"]
 
 
+def test_a_thought_that_the_template_drops_is_refused_or_counted_as_in_distillation(tmp_path, source, caplog):
+    """As DeepSeek-R1's template drops it from every answer; here the last question's must be whole."""
+    tokenizer = load_chat_tokenizer(TINY)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|user|>' + m.content if m.role == 'user' else '<|assistant|>' + "
+        "m.content.split('</think>')[-1] + eos_token }}{% endfor %}"
+    )
+    ask, thinks, says = (
+        {"from": "human", "value": "Hi"},
+        *({"from": "gpt", "value": text} for text in ("Greet.</think>Hello.", "Hello.")),
+    )
+    source.write_text(json.dumps([{"conversations": [ask, thinks]}]))
+    with pytest.raises(ValueError, match=r"leaves out at least \d+ characters of the answer in turn 1"):
+        build_datastore(str(source), tokenizer, tmp_path / "refused")
+    source.write_text(json.dumps([{"conversations": [ask, thinks, ask, says]}]))
+    build_datastore(str(source), tokenizer, tmp_path / "counted")
+    assert "1 answers lack a part that the chat template leaves out, as thoughts" in caplog.text
+
+
 def test_bad_rows_are_trimmed_and_listed_as_distillation_does(tmp_path, source, capsys):
     source.write_text(json.dumps(rows(3)))
     sound = build_datastore(str(source), load_chat_tokenizer(TINY), tmp_path / "sound")

@@ -70,6 +70,11 @@ def test_a_thought_is_not_scored():
         ("<|START_THINKING|>15", 0.0),
         ("◁think▷15", 0.0),
         ("<thought>15", 0.0),
+        ("<|begin_of_thought|>15", 0.0),
+        ("<|inner_prefix|>14<|inner_suffix|>15<|inner_prefix|>16", 1.0),
+        ("<|think|>14<|end|><|begin|>assistant<|content|>15", 1.0),
+        ("It is 14.\n[BEGIN FINAL RESPONSE]15[END FINAL RESPONSE]\n16", 1.0),
+        ("Here are my reasoning steps: 15", 1.0),
     ],
 )
 def test_a_thought_that_never_ends_is_not_scored(answer, right):

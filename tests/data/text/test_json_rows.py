@@ -142,6 +142,25 @@ def test_a_configuration_and_a_split_are_read_by_name(tmp_path):
         read_conversations(str(tmp_path), config="b")
 
 
+@pytest.mark.parametrize("form", ["saved", "saved dict", "folder"])
+def test_a_local_copy_of_a_benchmark_may_have_another_split_alone_or_none(tmp_path, form):
+    """The split of its description is that of the hub's dataset."""
+    rows, copy = [{"name": "a"}, {"name": "b"}], tmp_path / "copy"
+    if form == "folder":
+        copy.mkdir()
+        (copy / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        saved = datasets.Dataset.from_list(rows)
+        (saved if form == "saved" else datasets.DatasetDict({"test": saved})).save_to_disk(copy)
+    assert names(copy, "validation") == ["a", "b"]
+    with pytest.raises(ValueError, match=r"has no split 'validation'|without splits; got split validation"):
+        list(read_rows(str(copy), "validation", option="--dataset"))
+    if form == "folder":
+        (copy / "train.jsonl").write_text('{"name": "c"}\n')
+        with pytest.raises(ValueError, match="has no split 'validation'; it has: "):
+            names(copy, "validation")
+
+
 @pytest.mark.parametrize("source", ["rows.jsonl", "https://example.org/rows.jsonl"])
 @pytest.mark.parametrize(("name", "further"), [("split", {"split": "test"}), ("dataset_config", {"config": "a"})])
 def test_a_file_has_neither_splits_nor_configurations(tmp_path, monkeypatch, source, name, further):

@@ -147,6 +147,45 @@ def test_a_template_whose_end_is_no_token_of_the_tokenizer_is_told(caplog):
     assert "closes an answer with '<|fin|>', in which the tokenizer" in caplog.text
 
 
+@pytest.mark.parametrize("last", ["<|end|>", "<|return|>"])
+def test_what_ends_a_thought_ends_no_answer(last, caplog):
+    """A form of gpt-oss's template closes the last answer, too, with what stands after the analysis."""
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.thinking %}"
+        "{{ '<|start|>assistant analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+        "{{ '<|start|>assistant final<|message|>' + m.content }}"
+        f"{{{{ '{last}' if loop.last and not add_generation_prompt else '<|end|>' }}}}"
+        "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+        eos="<|return|>",
+    )
+    marks = ["<|start|>", "<|message|>", "<|end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    assert end_token_ids(tokenizer) == (tokenizer.convert_tokens_to_ids("<|return|>"),)
+    assert ("closes an answer with '<|end|>', as the thought before it" in caplog.text) == (last == "<|end|>")
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Fine."}]
+    ids, mask = render_conversation(tokenizer, asked)
+    assert trained_runs(tokenizer, ids, mask) == ["Fine." + last]
+
+
+@pytest.mark.parametrize("prompt, told", [("ASSISTANT: ", True), ("ASSISTANT:", False)])
+def test_an_answer_whose_first_token_begins_in_the_prompt_is_told(prompt, told, caplog):
+    """Its blank is the prompt's last: after that the target writes a word without one."""
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{{ 'USER: ' + m.content + ' ' if m.role == 'user' else 'ASSISTANT: ' + m.content + "
+        f"eos_token }}}}{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
+    )
+    first = tokenizer.decode(tokenizer(" Hello", add_special_tokens=False)["input_ids"][:1])
+    assert first in " Hello" and first[:1] == " " != first
+    renderer = ChatRenderer(tokenizer)
+    for _ in range(2):
+        ids, mask = renderer.conversation(
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
+        )
+    assert trained_runs(tokenizer, ids, mask) == [" Hello there.</s>".removeprefix(first if told else "")]
+    assert sum(f"within a recorded answer's first token, {first!r}" in line for line in caplog.messages) == told
+
+
 def test_template_that_shows_no_end_of_turn_leaves_the_other_end_tokens(caplog):
     tokenizer = byte_tokenizer("{{ messages[0]['content'] }}")
     assert end_token_ids(tokenizer, 9) == (2, 9)

@@ -153,6 +153,7 @@ def test_text_that_is_a_special_token_stays_in_an_answer():
         ("[THINK]", True),
         ("<|channel>thought\n", True),
         ("<|START_THINKING|>", True),
+        ("Here are my reasoning steps:\n", True),
         ("<think>\n\n</think>\n\n", False),
         ("", False),
         ("<think> ok", False),
