@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from draft_heads.data.generation_config import process_logits
@@ -147,27 +148,47 @@ def from_cut(token: int, logits_V: Tensor, kept_V: Tensor, ranked_V: Tensor | No
     return min(distance, abs(float(before.logit()) - math.log(top_p / (1 - top_p))))
 
 
+def _is_packed(tensor: Tensor) -> bool:
+    """Whether a tensor holds a quantiser's numbers: of 8 bits, several in one of 32, or in a class of its own."""
+    kind = type(tensor.data)
+    few_bits = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+    return few_bits or tensor.dtype == torch.int32 or kind not in (Tensor, nn.Parameter)
+
+
 @contextmanager
 def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """In this context the model computes in `dtype`.
 
-    A module's weights are cast for its forward only: there is never a second copy of more than one module.
+    A module's weights are cast for its forward only: there is never a second copy of more than one module. A module
+    with packed weights computes as it does, between states that are cast: without scales those numbers mean nothing.
     """
     experts: Any = model if dtype == torch.float64 and hasattr(model, "set_experts_implementation") else None
     experts_before = experts and experts.get_experts_implementation()
-    own: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+    usual, own = (
+        next(p.dtype for p in model.parameters() if p.dtype.itemsize > 1),
+        dict[nn.Module, list[tuple[Tensor, Tensor]]](),
+    )
 
-    def cast(module: nn.Module, args: Any) -> None:
+    def states_in(values: Any, wanted: torch.dtype) -> Any:
+        return tree_map_only(Tensor, lambda x: x.to(wanted) if x.is_floating_point() else x, values)
+
+    def cast(module: nn.Module, args: Any, options: Any) -> Any:
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        own[module] = []
+        if any(map(_is_packed, tensors)):
+            return states_in(args, usual), states_in(options, usual)
         own[module] = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
         for tensor, values in own[module]:
             tensor.data = values.to(dtype)
+        return None
 
-    def restore(module: nn.Module, args: Any, output: Any) -> None:
+    def restore(module: nn.Module, args: Any, output: Any) -> Any:
         for tensor, values in own.pop(module):
             tensor.data = values
+        packed = any(map(_is_packed, [*module.parameters(recurse=False), *module.buffers(recurse=False)]))
+        return states_in(output, dtype) if packed else None
 
-    hooks = [module.register_forward_pre_hook(cast) for module in model.modules()]
+    hooks = [module.register_forward_pre_hook(cast, with_kwargs=True) for module in model.modules()]
     hooks += [module.register_forward_hook(restore, always_call=True) for module in model.modules()]
     try:
         if experts is not None:

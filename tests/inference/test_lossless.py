@@ -301,6 +301,35 @@ def test_a_mixture_of_experts_is_judged_one_precision_higher():
     assert gap_noise(model, [5, 6, 7, 8], "cpu") > 0
 
 
+class Float8Linear(torch.nn.Module):
+    """As transformers' for fine-grained FP8: weights of 8 bits are scaled, any other are taken for unpacked ones."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.abs().max() / 400
+        self.weight = torch.nn.Parameter((linear.weight / self.scale).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, states):
+        if self.weight.element_size() > 1:
+            return states @ self.weight.T
+        assert states.dtype == torch.bfloat16  # as kernels that know half precision only
+        return states @ (self.weight.bfloat16() * self.scale.bfloat16()).T
+
+
+def test_packed_weights_are_judged_as_they_are():
+    target = make_target(torch.bfloat16)
+    for layer in target.model.model.layers:
+        layer.mlp.up_proj = Float8Linear(layer.mlp.up_proj.float())
+    model, ids = target.model, torch.tensor([PROMPT])
+    with torch.no_grad():
+        own = model(input_ids=ids).logits.float()
+        with higher_precision(model, torch.float32):
+            judged = model(input_ids=ids).logits
+        assert torch.equal(model(input_ids=ids).logits.float(), own)
+    assert judged.dtype == torch.float32 and 0 < (judged - own).abs().max() < 0.05 * own.abs().max()
+    assert gap_noise(model, PROMPT, "cpu") < 0.1 * own.abs().max()
+
+
 def test_a_gap_is_measured_on_the_logits_of_one_row(monkeypatch):
     target, rows = make_target(), []
     whole = target.model.forward
