@@ -31,6 +31,7 @@ from draft_heads.inference.evaluation.answer_files import QuestionKey
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.hf_assisted import parse_hf_row
 from draft_heads.inference.evaluation.made_from import content_of
+from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import check_seed
@@ -263,7 +264,7 @@ def write_tuned(path: Path, tuned: dict[str, Any], kind: str, loaded: str, loade
 def describe_run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     """The `target` and `settings` entries of a report."""
     model = {"path": target.name, "parameters": target.parameters, "dtype": dtype_name(target.dtype)}
-    model |= {"device": str(target.device), "fingerprint": target.fingerprint()}
+    model |= {"device": ", ".join(map(str, devices_of(target))), "fingerprint": target.fingerprint()}
     lossy = {"acceptance": "typical (LOSSY)"} if options.acceptance == "typical" else {}
     settings = {name: getattr(options, name) for name in REPORTED} | {"forward": target.forward_kind}
     own = target.model.generation_config

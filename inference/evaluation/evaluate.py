@@ -35,7 +35,7 @@ from draft_heads.inference.evaluation.decoded import (
 )
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, has_stop_rules
 from draft_heads.inference.evaluation.lossless import Oracle, judge
-from draft_heads.inference.evaluation.meter import Meter
+from draft_heads.inference.evaluation.meter import Meter, devices_of
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def decode(
     named = {benchmark.name: benchmark for benchmark in benchmarks}
     groups = groups_of(benchmarks, group_size)[processes.rank :: processes.count]
     missing = [group for group in groups if store.get(group) is None]
-    meter = Meter(oracle.target.device)
+    meter = Meter(devices_of(oracle.target))
     if missing:
         warm_up(engines, oracle.settings, benchmarks, render, meter)
     drafters = drafters_of(engines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,17 +21,24 @@ class Usage:
     joules: float | None = None
 
 
+def devices_of(target: Any) -> list[torch.device]:
+    """The devices of a target: its own, or all over which `--device auto` has spread its layers."""
+    return sorted({target.device, *target.layer_devices}, key=str)
+
+
 class Meter:
-    """Reads the counters of a CUDA device before and after the answers of each drafter; of other devices, nothing.
+    """Reads the counters of CUDA devices before and after the answers of each drafter; of other devices, nothing.
 
     All drafters' weights and caches are allocated at the same time. A drafter's peak is what its answers allocate, and
     what it keeps from its earlier answers (its caches, CUDA graphs): not its weights, and nothing of the others.
-    Energy is the whole GPU's while the drafter answers.
+    Energy is the whole GPU's while the drafter answers. Of several GPUs both are sums.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._joules = energy_counter(device) if device.type == "cuda" else None
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type == "cuda"]
+        counters = [energy_counter(device) for device in self._devices]
+        self._counters = [counter for counter in counters if counter is not None]
+        self._counted = bool(counters) and None not in counters
         self._kept: dict[str, int] = {}  # bytes that each drafter keeps
 
     def measure(self, name: str, answer: Callable[[], Found]) -> tuple[Found, Usage]:
@@ -40,18 +47,25 @@ class Meter:
         Worked example: a first answer allocates 5 bytes and keeps 3 of them, the next one allocates 2: their peaks are
         5 and 5, as the 3 are there while the 2 are.
         """
-        if self._device is None:
+        if not self._devices:
             return answer(), Usage()
-        cuda, device = torch.cuda, self._device
-        cuda.synchronize(device)
-        cuda.reset_peak_memory_stats(device)
-        before, energy = cuda.memory_allocated(device), self._joules and self._joules()
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        before, energy = self._allocated(), self._joules()
         found = answer()
-        cuda.synchronize(device)
-        joules = None if self._joules is None or energy is None else self._joules() - energy
-        kept = self._kept.get(name, 0)
-        self._kept[name] = kept + cuda.memory_allocated(device) - before
-        return found, Usage(kept + cuda.max_memory_allocated(device) - before, joules)
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        joules, kept = self._joules() - energy, self._kept.get(name, 0)
+        self._kept[name] = kept + self._allocated() - before
+        peak = sum(map(torch.cuda.max_memory_allocated, self._devices))
+        return found, Usage(kept + peak - before, joules if self._counted else None)
+
+    def _allocated(self) -> int:
+        return sum(map(torch.cuda.memory_allocated, self._devices))
+
+    def _joules(self) -> float:
+        return sum(counter() for counter in self._counters)
 
 
 def energy_counter(device: torch.device) -> Callable[[], float] | None:

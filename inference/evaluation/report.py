@@ -66,7 +66,7 @@ def build_report(
         "options": relative_paths(evaluation.options),
         "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
-        "environment": environment((target or settings).get("device", "cpu")),
+        "environment": environment((target or settings).get("device", "cpu").partition(",")[0]),
         "samples": list(samples),
     }
 

@@ -64,7 +64,7 @@ class StubOracle:
 
     def __init__(self, settings=None):
         self.settings = settings or GenerationSettings(max_new_tokens=64, eos_token_ids=(0,))
-        facts = {"dtype": torch.float64, "device": torch.device("cpu")}
+        facts = {"dtype": torch.float64, "device": torch.device("cpu"), "layer_devices": []}
         self.target = SimpleNamespace(answer_text=decode, opens_thought=lambda prompt: False, **facts)
 
     def add_answers(self, answers):

@@ -8,7 +8,7 @@ import torch
 
 from draft_heads.inference.evaluation import evaluate as evaluation
 from draft_heads.inference.evaluation.html.page import page
-from draft_heads.inference.evaluation.meter import Meter, Usage, energy_counter
+from draft_heads.inference.evaluation.meter import Meter, Usage, devices_of, energy_counter
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.report import build_report, markdown
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, render
@@ -56,7 +56,7 @@ def nvml(monkeypatch):
 
 def test_a_peak_is_the_drafters_own_whatever_the_others_keep(memory, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    meter = Meter(GPU)
+    meter = Meter([GPU])
     assert meter.measure("a", lambda: memory.hold(5, -2)) == (None, Usage(5))  # it keeps 3
     assert meter.measure("b", lambda: memory.hold(40, -10)) == (None, Usage(40))  # it keeps 30
     assert meter.measure("a", lambda: memory.hold(2, -2)) == (None, Usage(5))  # 2, and the 3 that it kept
@@ -65,7 +65,24 @@ def test_a_peak_is_the_drafters_own_whatever_the_others_keep(memory, monkeypatch
 
 
 def test_energy_is_the_counters_difference(memory, nvml):
-    assert Meter(GPU).measure("a", lambda: "answer") == ("answer", Usage(0, 0.5))
+    assert Meter([GPU]).measure("a", lambda: "answer") == ("answer", Usage(0, 0.5))
+
+
+def test_of_a_target_on_several_gpus_both_are_sums(monkeypatch, nvml):
+    """Two GPUs, of which the first allocates 4 and keeps 1, the second allocates 3; each takes half a joule."""
+    first, second = GPU, torch.device("cuda", 1)
+    target = SimpleNamespace(device=first, layer_devices=[first, second, second, first])
+    assert devices_of(target) == [first, second]
+    each = {first: Memory(), second: Memory()}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: setattr(each[device], "peak", each[device].now)
+    )
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: each[device].now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: each[device].peak)
+    meter = Meter(devices_of(target))
+    assert meter.measure("a", lambda: (each[first].hold(4, -3), each[second].hold(3, -3)))[1] == Usage(7, 2.0)
+    assert meter.measure("a", lambda: None)[1] == Usage(1, 2.0)
 
 
 def test_a_gpu_that_does_not_count_joules_is_named_in_the_log(nvml, caplog):
@@ -80,7 +97,7 @@ def test_a_gpu_that_does_not_count_joules_is_named_in_the_log(nvml, caplog):
 
 
 def test_a_cpu_tells_neither_and_reports_say_nothing_of_them():
-    assert Meter(torch.device("cpu")).measure("a", lambda: "answer") == ("answer", Usage())
+    assert Meter([torch.device("cpu")]).measure("a", lambda: "answer") == ("answer", Usage())
     found = evaluate({"vanilla": StubEngine(), "fast": StubEngine(2)}, StubOracle(), [benchmark()], render)
     report = build_report(found, TARGET, {"max_nodes": 32}, 0)
     assert {(row["peak_memory_bytes"], row["joules_per_token"]) for row in report["results"]} == {(None, None)}

@@ -56,7 +56,7 @@ def test_what_warms_an_evaluation_up_teaches_no_drafter(target):
     prompt = render([{"content": words}])
     kept = NgramDrafter(keep=1)
     engine = DecodingEngine(target, kept)
-    warm_up({"kept": engine}, settings, [benchmark([question(1, None, words)])], render, Meter(target.device))
+    warm_up({"kept": engine}, settings, [benchmark([question(1, None, words)])], render, Meter([target.device]))
     answer = engine.generate(prompt, settings)
     alone = replay(NgramDrafter(keep=1), prompt, answer.tokens)
     assert answer.accept_lengths == alone.accept_lengths
