@@ -131,9 +131,11 @@ def decode_and_judge(
     processes = Processes.from_environment()
     # several batches, because slots are refilled and only the last ones run empty
     group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
+    run = identity(options, target, benchmarks) | {"prompts": prompts}
+    processes.check_same({name: value for name, value in run.items() if name != "environment"})  # each node's own
     with processes.first_alone() as first:
         if first:
-            parts.begin(identity(options, target, benchmarks) | {"prompts": prompts}, options.overwrite)
+            parts.begin(run, options.overwrite)
             clear_output(options.output, finished)
     processes.check_shared(parts.folder, "--output")
     groups = len(groups_of(benchmarks, group_size))

@@ -38,12 +38,15 @@ def check_folder(
 ) -> None:
     """ValueError if --output_dir holds a finished run or one of other settings (it names --overwrite), or other files.
 
-    The first process looks, and all raise what it found. defaults: of options, for runs begun before these existed.
+    The first process looks, and all raise what it found, or that they were given other settings. defaults: of
+    options, for runs begun before these existed.
 
     A run that ended before its first checkpoint, say for want of memory, may be begun again with other settings.
     Nothing is written or deleted: `begin` does that, when everything else has been checked too.
     """
-    with _processes(args).first_alone() as first:
+    processes = _processes(args)
+    processes.check_same({name: value for name, value in settings.items() if name != "target"})  # a path on each node
+    with processes.first_alone() as first:
         if first:
             folder = Path(args.output_dir or "")
             if (folder / LOCK).is_file():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -68,6 +70,24 @@ class Processes:
             if self.count > 1:
                 dist.broadcast_object_list(failure, src=0)
 
+    def check_same(self, given: Mapping[str, Any]) -> None:
+        """ValueError on every process unless all were given the same values, as JSON, by name.
+
+        The nodes of a launcher have commands, configuration files and disks of their own.
+        """
+        every = [json.dumps(given, sort_keys=True)] * self.count
+        if self.count > 1:
+            dist.all_gather_object(every, every[0])
+        first, *others = map(json.loads, every)
+        for number, other in enumerate(others, start=1):
+            if changed := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
+                name = changed[0]
+                raise ValueError(
+                    f"all processes of a run must be given the same {', '.join(changed)}; of {name} the first has "
+                    f"{first.get(name)!r} and number {number} {other.get(name)!r}: start them with one command, one "
+                    "configuration and one copy of the data"
+                )
+
     def check_shared(self, folder: Path, option: str) -> None:
         """ValueError on every process unless all see a file that the first one has just written to the folder."""
         if self.count == 1:
@@ -87,6 +107,11 @@ class Processes:
                 f"{option} must be a folder that all nodes share; what the first process writes to {folder} is not on "
                 "the disk of every node; name a shared folder"
             )
+
+    def on_this_node(self) -> Processes:
+        """Which of the processes of this node it is, and of how many; alone where the launcher does not say it."""
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))  # DeepSpeed's is the second
+        return Processes(int(os.environ.get("LOCAL_RANK", "0")), count) if self.count > 1 and count > 1 else ALONE
 
 
 ALONE = Processes()

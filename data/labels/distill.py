@@ -84,8 +84,11 @@ def distill(
     distiller = Distiller(target, options, answerer)
     loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
     processes = Processes.from_environment()
+    header = _header(distiller, loaded)
+    data = {name: value for name, value in header["data"].items() if name != "source"}  # paths, which nodes may have
+    processes.check_same({**header, "target": header["target"]["fingerprint"], "data": data})
     with processes.first_alone() as first:
-        folder = ShardFolder.open(output, _header(distiller, loaded), overwrite) if first else None
+        folder = ShardFolder.open(output, header, overwrite) if first else None
         if folder is not None:
             if distiller.hidden_dtype is not None:
                 missing = folder.missing(len(loaded.dataset), options.shard_rows)

@@ -252,8 +252,9 @@ def load_distilled(path: str) -> DistilledDataset:
             f"{path} is not complete ({done} shards written); run the same scripts/distill.py command again"
         )
     processes, damage = Processes.current(), None
-    for number, shard in enumerate(manifest["shards"]):  # each process reads its share
-        if wrong := _damage(folder, shard, read=number % processes.count == processes.rank):
+    node = processes.on_this_node()
+    for number, shard in enumerate(manifest["shards"]):  # each process of a node reads its share
+        if wrong := _damage(folder, shard, read=number % node.count == node.rank):
             damage = f"{folder / shard['file']} {wrong}"
             break
     if (damage := processes.first_of(damage)) is not None:

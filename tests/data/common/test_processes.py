@@ -1,0 +1,49 @@
+"""What the processes of a launcher tell each other, played by a list of what they would say."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from draft_heads.data.common.processes import ALONE, Processes
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """What the other two of three processes were given."""
+    told = []
+
+    def all_gather_object(every, own):
+        every[:] = [own, *(json.dumps(one) for one in told)]
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    return told
+
+
+def test_processes_that_were_given_other_values_are_refused(others):
+    given = {"learning_rate": 0.1, "data": ["a1"], "seed": 42}
+    others[:] = [given, given]
+    Processes(0, 3).check_same({**given, "data": ("a1",)})
+    others[1] = {"learning_rate": 0.1, "data": ["b2"], "packing": True}
+    told = r"the same data, seed, packing; of data the first has \['a1'\] and number 2 \['b2'\]: start them with one"
+    with pytest.raises(ValueError, match=told):
+        Processes(0, 3).check_same(given)
+    ALONE.check_same(given)
+
+
+@pytest.mark.parametrize(
+    ("environment", "node"),
+    [
+        ({}, ALONE),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Processes(1, 2)),
+        ({"LOCAL_RANK": "3", "LOCAL_SIZE": "4"}, Processes(3, 4)),
+        ({"LOCAL_RANK": "0"}, ALONE),  # Slurm shows each task itself alone
+    ],
+)
+def test_files_are_shared_among_the_processes_of_a_node(monkeypatch, environment, node):
+    """Another node may have a copy of its own."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Processes(5, 8).on_this_node() == node and ALONE.on_this_node() == ALONE
