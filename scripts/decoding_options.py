@@ -123,7 +123,11 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
     add("--limit", type=int, help="only the first N questions of each benchmark")
     add("--max_nodes", type=int, default=32, help=MAX_NODES_HELP)
     add("--batch_size", type=int, default=1, help="sequences decoded together, for every drafter (default 1)")
-    add("--stop_at_loops", action="store_true", help="end an answer at the third copy of a block, of 12 tokens or more")
+    add(
+        "--stop_at_loops",
+        action="store_true",
+        help="end an answer at the third copy of a block, or where its copies are 12 tokens",
+    )
     add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")
     add("--top_k", type=int, default=0, help="sample from the k most probable tokens only; 0: all")
     add("--top_p", type=float, default=1.0, help="sample from the top tokens that make up this share; 1: all")
@@ -142,12 +146,17 @@ def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
     return {**sampling, "typical": TypicalAcceptance() if options.acceptance == "typical" else None}
 
 
-def load_target(options: argparse.Namespace) -> Target:
-    """Load the target as the options say; lines tell how it runs, what of its own generation settings is applied, and
-    what graphs engines capture."""
+def tell_how_targets_run() -> None:
+    """Show the lines on how a target runs, what of its own generation settings is applied, what of an adapter's
+    tokenizer is taken, and what graphs engines capture."""
     logging.basicConfig(format="%(message)s")
     for name in ("draft_heads.inference", "draft_heads.data.generation_config"):
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+def load_target(options: argparse.Namespace) -> Target:
+    """Load the target as the options say, with `tell_how_targets_run`."""
+    tell_how_targets_run()
     target = Target.from_pretrained(
         options.target,
         dtype=options.dtype,

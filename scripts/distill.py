@@ -10,7 +10,6 @@ writes nothing.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from typing import Any
 
@@ -27,7 +26,7 @@ from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.text.conversations import BadRow, count_by_reason
 from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import check_positive, script_parser
+from draft_heads.scripts.decoding_options import check_positive, script_parser, tell_how_targets_run
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -73,7 +72,7 @@ def run(args: dict[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    tell_how_targets_run()
     return exit_status(lambda: run(vars(parse(argv))))
 
 

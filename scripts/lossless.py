@@ -5,8 +5,8 @@
 
 Writes lossless.json to --output. Exit status 0 only when no difference is unexplained, 1 when one is, 2 when
 it cannot run or nothing could be compared. A near tie counts as explained: in the next higher precision the two logits
-are almost equal. A turn whose prompt does not fit the context is skipped, with those after it: it is counted aloud and
-changes no exit status while other turns were compared.
+are almost equal. A turn whose prompt does not fit the context, or which the chat template refuses, is skipped, with
+those after it: it is counted aloud and changes no exit status while other turns were compared.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.inference.evaluation.decoded import DecodedFolder, TurnRecord
 from draft_heads.inference.evaluation.metrics import lossless_counts, shown_name
 from draft_heads.inference.evaluation.report import check_output, environment, write_json
+from draft_heads.inference.evaluation.report_text import WHY_SKIPPED
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import describe_run, drafter_specs, load_engines, load_target, parse_options
 from draft_heads.scripts.evaluate import decode_and_judge, load_benchmarks
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> bool:
     console.print(table(results))
     if skipped := max(row["skipped"] for row in results):
         console.print(
-            f"{skipped} of {asked} turns were skipped and not compared: a prompt must fit the target's "
+            f"{skipped} of {asked} turns were skipped and not compared: {WHY_SKIPPED}; the target has "
             f"{target.max_positions} positions",
             soft_wrap=True,
         )

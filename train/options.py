@@ -220,8 +220,9 @@ def check_reporting(report_to: list[str]) -> None:
         )
 
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Operations a second of GPUs by what their names contain: dense, bfloat16."""
+PEAK_FLOPS = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H200": 989e12}
+PEAK_FLOPS |= {"A100": 312e12}
+"""Operations a second of GPUs by what their names contain, the first that fits: dense, bfloat16."""
 
 
 def peak_flops(device: torch.device) -> float | None:

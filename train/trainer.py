@@ -259,6 +259,8 @@ class DraftHeadTrainer(Trainer):
             if math.isfinite(total := self._whole_loss_sum()):  # checkpoints of older versions do not have it
                 logs["train_loss"] = total / max(self.state.global_step, 1)
             logs["train_runtime"] = round(60 * self.clock.elapsed, 1)  # as the loss, of the whole run
+            for rate in ("train_samples_per_second", "train_steps_per_second"):  # of the part since then, by row counts
+                logs.pop(rate, None)
         super().log(logs, start_time)
 
     @property

@@ -89,7 +89,9 @@ def zero_config(given: str | dict[str, Any], args: Any) -> tuple[dict[str, Any],
     ]
     zero = _mapping(config, "zero_optimization", '{"stage": 2}', name)
     for key in ("offload_optimizer", "offload_param"):
-        if zero.get(key) is not None:
+        if zero.get(key) is None:
+            zero.pop(key, None)  # accelerate reads into what is there
+        else:
             _mapping(zero, key, '{"device": "cpu"}', name)
     for entry, flag in _SAME.items():
         _settle(config, entry, getattr(args, flag), f"--{flag}", name)

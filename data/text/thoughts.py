@@ -14,6 +14,7 @@ MARKS = {
     "◁think▷": "◁/think▷",  # Kimi
     "<|channel|>analysis": "<|channel|>final<|message|>",  # gpt-oss
     "<|begin_of_thought|>": "<|end_of_thought|>",  # Sky-T1, OpenThinker
+    "<reasoning>": "</reasoning>",  # Reka Flash 3
     "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
     "<|think|>": "<|end|><|begin|>assistant<|content|>",  # Solar Open
 }

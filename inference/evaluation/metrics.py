@@ -290,7 +290,8 @@ def accept_length_histogram(turns: Sequence[Turn]) -> list[int]:
 def acceptance_by_position(histogram: Sequence[int]) -> dict[str, list[float]]:
     """How often the draft at each position of a step was accepted, up to the last position at which one was.
 
-    unconditional  share of the target steps after the prefill that accepted at least k drafts (vLLM's `per_position`)
+    unconditional  share of the target steps after the prefill that accepted at least k drafts
+                   (vLLM's `per_position`, where every step has drafts)
     conditional    share of those that accepted k − 1 (EAGLE's n-α)
 
     Steps that kept 0, 1, 2 drafts, one, two and one of them: [.75, .25] and [.75, .333].

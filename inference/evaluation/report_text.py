@@ -246,19 +246,22 @@ def results_notes(report: dict[str, Any]) -> list[str]:
     ]
 
 
+WHY_SKIPPED = "a prompt did not fit the context or the chat template refuses it"
+
+
 def skipped_note(report: dict[str, Any]) -> list[str]:
     """A sentence if a turn was skipped."""
     rows = [row for row in overall(report["results"]) if row["skipped"]]
     skipped = ", ".join(f"{row['benchmark']} {shown_name(row)} {row['skipped']}" for row in rows)
-    why = "a prompt did not fit the context or the chat template refuses it"
-    return [f"Turns skipped because {why}: {skipped}."] if skipped else []
+    return [f"Turns skipped because {WHY_SKIPPED}: {skipped}."] if skipped else []
 
 
 def few_turns_note(report: dict[str, Any]) -> list[str]:
-    """A sentence if a benchmark has too few turns for its intervals; none for replayed answers, which have none."""
-    turns = by_benchmark(report, "turns") if report["target"] else {}
+    """A sentence if a benchmark has too few turns for its intervals; replayed answers have that of β alone."""
+    turns = by_benchmark(report, "turns")
     few = ", ".join(f"{name} {span(each)}" for name, each in turns.items() if min(each) < FEW_TURNS)
-    rule = f"With fewer than {FEW_TURNS} answered turns, β, γ and their intervals say little"
+    figures = "β, γ and their intervals" if any(row["gamma"] for row in report["results"]) else "β and its interval"
+    rule = f"With fewer than {FEW_TURNS} answered turns, {figures} say little"
     return [f"{rule}; answered here: {few}. Measure on more questions."] if few else []
 
 

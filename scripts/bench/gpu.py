@@ -265,7 +265,8 @@ def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     seconds = statistics.median(in_turn({"step": step}, args.repeats, device)["step"])
     rows = args.train_rows * min(recipe["anchors"], args.train_tokens) * head.config.frames
     width, layers = target.config.hidden_size, target.config.num_hidden_layers
-    per_token = 2 * sum(p.numel() for p in target.decoder.parameters()) + 2 * layers * args.train_tokens * width
+    multiplied = sum(p.numel() for p in target.decoder.parameters()) - target.embedding.weight.numel()
+    per_token = 2 * multiplied + 2 * layers * args.train_tokens * width
     flops = per_token * ids.numel() + rows * (
         6 * sum(p.numel() for p in head.blocks.parameters()) + 4 * head.config.classes * width
     )

@@ -1,6 +1,8 @@
 """The command line of scripts/distill.py."""
 
 import json
+import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,15 @@ def test_command_writes_the_dataset_and_ends_with_a_summary(given, tmp_path, cap
     assert f"writes {out}/shard-*.arrow and {out}/manifest.json" in printed
     assert "text and label agree" in printed
     assert len(load_distilled(out).dataset) == 5
+
+
+def test_it_says_what_of_the_targets_own_settings_is_applied(given, tmp_path, caplog, monkeypatch):
+    """As the other commands do; labels depend on it."""
+    monkeypatch.setattr(logging.getLogger("draft_heads.data.generation_config"), "level", logging.NOTSET)
+    target = shutil.copytree(given[1], tmp_path / "target")
+    (target / "generation_config.json").write_text('{"eos_token_id": 2, "repetition_penalty": 1.3}')
+    assert distill.main(["--target", str(target), *given[2:], "--output", str(tmp_path / "out"), "--limit", "1"]) == 0
+    assert "repetition_penalty=1.3" in caplog.text and "applied" in caplog.text
 
 
 def test_config_gives_defaults_that_flags_override(given, tmp_path):

@@ -3,6 +3,7 @@
 import json
 
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.report_text import WHY_SKIPPED
 from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts import lossless
 
@@ -30,7 +31,7 @@ def test_lossless_exits_0_when_nothing_is_unexplained(command, tmp_path, capsys)
     assert {(row["asked"], row["turns"], row["skipped"]) for row in report["results"]} == {(9, 8, 1)}
     shown = " ".join(capsys.readouterr().out.split())
     assert "lossless.json" in shown and "skipped" in shown.partition("identical")[0]
-    assert "1 of 9 turns were skipped and not compared: a prompt must fit the target's 128 positions" in shown
+    assert f"1 of 9 turns were skipped and not compared: {WHY_SKIPPED}; the target has 128 positions" in shown
 
 
 def test_a_gap_that_is_infinite_is_null_in_json():

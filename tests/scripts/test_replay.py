@@ -78,6 +78,8 @@ def test_the_folder_holds_the_report(command, tmp_path, capsys):
     assert "| benchmark | drafter | β | new tokens | target steps |" in text
     assert "| category | vanilla | ngram | tree (ngram) | prompt_lookup | rest |" in text
     assert "×" not in text and "None" not in text
+    few = "With fewer than 20 answered turns, β and its interval say little; answered here: recorded 3."
+    assert few in text and few in (tmp_path / "out" / "report.html").read_text()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "accepted_length.png",
         "report.html",

@@ -175,7 +175,8 @@ def test_the_last_line_is_of_the_whole_run(monkeypatch):
     trainer = object.__new__(DraftHeadTrainer)
     trainer.clock, trainer.state = SimpleNamespace(elapsed=2.5), SimpleNamespace(global_step=4)
     monkeypatch.setattr(DraftHeadTrainer, "_whole_loss_sum", lambda self: 12.0)
-    trainer.log({"train_loss": 9.0, "train_runtime": 3.0})
+    rates = {"train_samples_per_second": 7.0, "train_steps_per_second": 8.0}
+    trainer.log({"train_loss": 9.0, "train_runtime": 3.0, **rates})
     assert logged == {"train_loss": 3.0, "train_runtime": 150.0}
 
 

@@ -21,11 +21,29 @@ from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.loss_plot import held_out_losses
-from draft_heads.train.options import RunOptions
+from draft_heads.train.options import RunOptions, peak_flops
 from draft_heads.train.run import explain_errors
 from draft_heads.train.training_data import load_data
 from tests.running import run_script
 from tests.train.runs import TARGET, losses, run
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 64GB HBM2", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_is_that_of_the_card_not_of_its_generation(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == peak and peak_flops(torch.device("cpu")) is None
 
 
 def test_a_run_leaves_a_head_with_its_history(uninterrupted):

@@ -122,6 +122,12 @@ def test_an_entry_without_effect_is_named():
     assert lines == ["--deepspeed: steps_per_print has no effect; --logging_steps says how often to log"]
 
 
+def test_a_section_that_is_null_is_one_that_is_missing():
+    """accelerate looks into it."""
+    given = {"zero_optimization": {"stage": 2, "offload_optimizer": None, "offload_param": None}}
+    assert zero_config(given, ARGS)[0]["zero_optimization"] == {"stage": 2}
+
+
 def test_the_loss_of_fp16_is_scaled_or_the_stage_refused():
     """DeepSpeed's optimizer of stage 0 divides gradients by a scale that its engine gives to ZeRO's losses alone."""
     for entry in ({}, {"zero_optimization": {"stage": 0}}):

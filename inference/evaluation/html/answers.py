@@ -12,8 +12,8 @@ from draft_heads.inference.evaluation.html.charts import COLOURS, name_html, tex
 Sample = dict[str, Any]
 
 READING = """A vertical line begins each target step. The coloured tokens after it were drafted and accepted; the grey
-token that ends the step is the base token, the target's own. ⏎ is a line break, ◌ a token that is only a part of a
-character."""
+token that ends the step is the base token, the target's own. ⏎ is a line break, ◌ a token without a text of its own: a
+part of a character, or of a channel before the answer."""
 HINT = """Select a step (click, or arrow keys and Enter) to see the tree that was drafted for it."""
 
 
