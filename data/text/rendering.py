@@ -44,12 +44,11 @@ from draft_heads.data.text.token_spans import (
     packed,
     part_in_block,
 )
+from draft_heads.data.text.turns import last_question, texts_of, trained_answers
 
 __all__ = ["ConversationError", "Extra", "Messages", "check_unicode"]
 
 logger = logging.getLogger(__name__)
-
-_NO_PART = {"role", "name", "tool_call_id"}  # keys of a message whose text is no part of what it says
 
 
 class _Rendering(NamedTuple):
@@ -169,11 +168,10 @@ class ChatRenderer(ChatText):
     def shortened(self, messages: Messages, extra: Extra = None) -> int:
         """How many trained answers to earlier questions the template renders without a part, as their thoughts."""
         messages = self.answered(messages, extra)
-        last = _last_question(messages)
-        earlier = [messages[number] for number, _ in _answers(messages) if number < last]
+        last = last_question(messages)
+        earlier = [texts_of(messages[number]) for number in trained_answers(messages) if number < last]
         shown = packed(self.text(messages, extra=extra)) if earlier else ""
-        texts = [[one[key] for key in one.keys() - _NO_PART if isinstance(one[key], str)] for one in earlier]
-        return sum(any(packed(text) not in shown for text in parts) for parts in texts)
+        return sum(any(packed(text) not in shown for text in texts) for texts in earlier)
 
     def answered(self, messages: Messages, extra: Extra = None) -> Messages:
         """The messages without a question at the end for whose sake the template renders those before it otherwise;
@@ -188,13 +186,13 @@ class ChatRenderer(ChatText):
 
         A rendering that begins otherwise than the prompt for that answer is logged once.
         """
-        asked = messages[: _last_question(messages) + 1]
-        answers = [(number, answer) for number, answer in _answers(messages) if number >= len(asked)]
+        asked = messages[: last_question(messages) + 1]
+        answers = [number for number in trained_answers(messages) if number >= len(asked)]
         if not asked or not answers:
             return
         before = self.text(asked, extra=extra)
         shown = packed(text.removeprefix(before))
-        for number, answer in answers:
+        for number, answer in ((at, said) for at in answers for said in texts_of(messages[at])):
             if count := left_out(answer, shown):
                 raise ConversationError(
                     f"the chat template leaves out at least {count:,} characters of the answer in turn {number} "
@@ -303,7 +301,14 @@ class ChatRenderer(ChatText):
         placeholder = self._placeholder(messages)
         prompt = self.text(history, add_generation_prompt=True, extra=extra)
         filled, bare = {**message, "content": placeholder}, {"role": "assistant", "content": placeholder}
-        before, found, after = self.text([*history, filled, *rest], extra=extra).partition(placeholder)
+        wordless = not str(message.get("content") or "").strip()  # nothing but tool calls
+        alone = Turn(len(prompt), True, len(prompt)) if wordless and text.startswith(prompt) else None
+        try:
+            before, found, after = self.text([*history, filled, *rest], extra=extra).partition(placeholder)
+        except ConversationError:  # words beside calls and thoughts, as gpt-oss's
+            if alone is None:
+                raise
+            return alone
         template = before  # what stands before an answer that is nothing but its text
         if message.keys() - {"role", "content", "trained"}:
             for following in (rest, []):  # which may need the further keys
@@ -311,8 +316,6 @@ class ChatRenderer(ChatText):
                     template = self.text([*history, bare, *following], extra=extra).partition(placeholder)[0]
                     break
         content = len(text) - len(after)
-        wordless = not str(message.get("content") or "").strip()  # nothing but tool calls
-        alone = Turn(len(prompt), True, len(prompt)) if wordless and text.startswith(prompt) else None
         if not found or placeholder in after or not text.endswith(after):
             return alone
         if text.startswith(template) and before == template:
@@ -388,13 +391,3 @@ class ChatRenderer(ChatText):
         while last < len(marked) and marked[last] and whole.ids[last] not in self.ends:
             last += 1
         return Turn(len(prompt), True, whole.offsets[max(first, last - 1)][1])
-
-
-def _answers(messages: Messages) -> list[tuple[int, str]]:
-    """(number of its message, text) of each answer that is to be trained on."""
-    numbered = [(i, m) for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("trained") is not False]
-    return [(number, str(message.get("content") or "")) for number, message in numbered]
-
-
-def _last_question(messages: Messages) -> int:
-    return max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)

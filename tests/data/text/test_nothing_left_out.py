@@ -143,6 +143,35 @@ def test_a_setting_is_read_if_it_is_a_variable_of_the_template():
     ) == {"b"}
 
 
+@pytest.mark.parametrize("drops", [False, True], ids=["kept", "dropped"])
+def test_a_thought_before_calls_is_trained_on_or_the_row_refused(drops):
+    """As gpt-oss's template: it refuses words beside calls and a thought, and leaves the thought of a call out where an
+    answer follows (`drops`)."""
+    form = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls and m.content and m.thinking %}"
+        "{{ raise_exception('both content and thinking') }}{% endif %}"
+        f"{{% if m.thinking and not ({drops} and not loop.last) %}}"
+        "{{ '<|start|>assistant<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
+        "{% for call in m.tool_calls or [] %}{{ '<|start|>assistant to=' + call.function.name }}"
+        "{{ '<|message|>' + call.function.arguments | tojson + '<|call|>' }}{% endfor %}"
+        "{% if m.content %}{{ '<|start|>assistant<|message|>' + m.content + '<|return|>' }}{% endif %}"
+        "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+    )
+    made = renderer(form, "<|return|>", "<|call|>")
+    chat = [USER, called("", "Paris", thinking="A city."), RESULT, ANSWER]
+    if drops:
+        with pytest.raises(ConversationError, match=r"leaves out at least 6 characters of the answer in turn 1"):
+            made.conversation(chat)
+        made.conversation([USER, {**chat[1], "trained": False}, RESULT, ANSWER])
+        return
+    ids, mask = made.conversation(chat)
+    assert trained_runs(made.tokenizer, ids, mask) == [
+        '<|message|>A city.<|end|><|start|>assistant to=w<|message|>{"c": "Paris"}<|call|>',
+        "Salut<|return|>",
+    ]
+
+
 CALLS_ALONE = template("chatml").replace(
     "m['content'] | trim", "(m.tool_calls | map(attribute='function') | list | tojson if m.tool_calls else m.content)"
 )
