@@ -34,6 +34,8 @@ from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import Target
 
 NOISE_PROMPTS = 4
+LOGIT_ROWS = 4096
+"""Positions whose logits exist at once, 2.5 GB of a vocabulary of 150,000; of a longer text its forward is repeated."""
 
 HIGHER_PRECISION = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Where differences are rescored; float64 is exact enough to allow none at all."""
@@ -98,18 +100,14 @@ class Oracle:
     def _processors(self, prompt: Sequence[int]) -> LogitsProcessorList | None:
         return processors_of(self.target, self.settings, prompt, self._limit(prompt))
 
-    @property
-    def _last_row(self) -> dict[str, int]:
-        """What keeps a forward from making the logits of all rows, gigabytes of a long text."""
-        return {"logits_to_keep": 1} if "logits_to_keep" in signature(self.target.model.forward).parameters else {}
-
     @torch.no_grad()
     def gap(self, prompt: Sequence[int], answer: Sequence[int], token: int, other: int) -> float:
         """Distance of two logits of the token that follows `answer` to `prompt`, in the next higher precision than the
         target's; where top-k or top-p leaves out the likelier one or the one that was chosen, or nearly, `from_cut`."""
         ids_1L = torch.tensor([[*prompt, *answer]], device=self.target.device)
         with higher_precision(self.target.model, HIGHER_PRECISION[self.target.dtype]):
-            logits_1V = self.target.model(input_ids=ids_1L, use_cache=False, **self._last_row).logits[:, -1]
+            last = {"logits_to_keep": 1} if chooses_rows(self.target.model) else {}
+            logits_1V = self.target.model(input_ids=ids_1L, use_cache=False, **last).logits[:, -1]
         warpers = sampling_processors(self.settings.sampling)
         for process in (*(self._processors(prompt) or ()), *warpers[:1]):  # the first is the temperature
             logits_1V = process(ids_1L, logits_1V)
@@ -146,6 +144,11 @@ def from_cut(token: int, logits_V: Tensor, kept_V: Tensor, ranked_V: Tensor | No
     mass_V = ranked_V.double().softmax(-1)
     before = mass_V[ranked_V > ranked_V[token]].sum()
     return min(distance, abs(float(before.logit()) - math.log(top_p / (1 - top_p))))
+
+
+def chooses_rows(model: nn.Module) -> bool:
+    """Whether a forward makes the logits of some rows only, if asked; those of a long text are gigabytes."""
+    return "logits_to_keep" in signature(model.forward).parameters
 
 
 def _is_packed(tensor: Tensor) -> bool:
@@ -235,8 +238,14 @@ def gap_noise(
         return best - second
 
     def whole() -> Tensor:
-        rows = model(input_ids=ids_1L, use_cache=False).logits[0]
-        return torch.stack([gap(length, rows[length - 1]) for length in range(start, len(tokens) + 1)])
+        gaps = []
+        at_once = LOGIT_ROWS if chooses_rows(model) else len(tokens)
+        for first in range(0, len(tokens), at_once):
+            wanted = range(first, min(first + at_once, len(tokens)))
+            keep = {"logits_to_keep": torch.tensor(wanted, device=device)} if len(wanted) < len(tokens) else {}
+            rows = model(input_ids=ids_1L, use_cache=False, **keep).logits[0]
+            gaps += [gap(row + 1, rows[row - first]) for row in wanted if row + 1 >= start]
+        return torch.stack(gaps)
 
     higher = HIGHER_PRECISION.get(model.dtype)
     with nullcontext() if higher is None else higher_precision(model, higher):

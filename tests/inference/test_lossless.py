@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+)
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.evaluation import lossless
@@ -328,6 +335,22 @@ def test_packed_weights_are_judged_as_they_are():
         assert torch.equal(model(input_ids=ids).logits.float(), own)
     assert judged.dtype == torch.float32 and 0 < (judged - own).abs().max() < 0.05 * own.abs().max()
     assert gap_noise(model, PROMPT, "cpu") < 0.1 * own.abs().max()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_noise_of_a_long_text_is_measured_in_pieces(monkeypatch, changed):
+    target, rows = make_target(), []
+    given = (LogitsProcessorList(), 3) if changed else None  # of a prompt of three tokens
+    whole, whole_noise = target.model.forward, gap_noise(target.model, PROMPT, "cpu", given)
+
+    def forward(*args, logits_to_keep=0, **options):
+        rows.append(logits_to_keep if isinstance(logits_to_keep, int) else logits_to_keep.tolist())
+        return whole(*args, logits_to_keep=logits_to_keep, **options)
+
+    monkeypatch.setattr(target.model, "forward", forward)
+    monkeypatch.setattr(lossless, "LOGIT_ROWS", 2)
+    assert 0.3 < gap_noise(target.model, PROMPT, "cpu", given) / whole_noise < 3
+    assert rows[:6] == [[0, 1], [2, 3], [4]] * 2 and set(map(str, rows[6:])) == {"0"}
 
 
 def test_a_gap_is_measured_on_the_logits_of_one_row(monkeypatch):
