@@ -13,13 +13,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate
+import deepspeed
 import pytest
 import torch
 import transformers
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from torch.utils._pytree import tree_flatten
 from transformers import Trainer
 
+from draft_heads.heads.base import HeadLoss
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draft_heads.train import batches, checkpoints, log, stopping, training_arguments
 from draft_heads.train import run as train_run
@@ -192,6 +195,21 @@ def test_the_sum_of_losses_is_reduced_where_collectives_run():
     trainer._loss_sum, trainer._loss_before = torch.zeros((), dtype=torch.float64), 2.0
     trainer.args, trainer.accelerator = SimpleNamespace(device=torch.device("meta")), SimpleNamespace(reduce=reduce)
     assert trainer._whole_loss_sum() == 7.0 and reduced == [("meta", "mean")]
+
+
+def test_deepspeed_and_ddp_see_into_the_loss_of_a_head():
+    """DeepSpeed prepares its sums of micro-batches, and DDP with a static graph its first step, at what a forward gives."""
+    weights, begun = torch.ones(3, requires_grad=True), []
+    loss = HeadLoss.zero(2, torch.device("cpu"))
+    loss.add("ce_0", (2 * weights).sum())
+    deepspeed.runtime.utils.register_output_backward_hooks(loss, lambda: begun.append("backward"))
+    assert any(leaf is loss.total for leaf in tree_flatten(loss)[0]), changed(
+        "heads/base.py", "ModelOutput", "is no tree"
+    )
+    loss.total.backward()
+    assert begun == ["backward"], changed(
+        "heads/base.py", "DeepSpeed's output hooks", "do not see a ModelOutput's tensors"
+    )
 
 
 def test_loading_rows_draws_nothing_from_what_dropout_draws_from():
