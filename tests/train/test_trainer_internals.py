@@ -198,18 +198,15 @@ def test_the_sum_of_losses_is_reduced_where_collectives_run():
 
 
 def test_deepspeed_and_ddp_see_into_the_loss_of_a_head():
-    """DeepSpeed prepares its sums of micro-batches, and DDP with a static graph its first step, at what a forward gives."""
-    weights, begun = torch.ones(3, requires_grad=True), []
+    """At what a forward gives DeepSpeed prepares its sums of micro-batches, and DDP the first step of a static graph."""
+    weights, begun, ours = torch.ones(3, requires_grad=True), [], "heads/base.py: HeadLoss"
     loss = HeadLoss.zero(2, torch.device("cpu"))
     loss.add("ce_0", (2 * weights).sum())
     deepspeed.runtime.utils.register_output_backward_hooks(loss, lambda: begun.append("backward"))
-    assert any(leaf is loss.total for leaf in tree_flatten(loss)[0]), changed(
-        "heads/base.py", "ModelOutput", "is no tree"
-    )
+    seen = any(leaf is loss.total for leaf in tree_flatten(loss)[0])
+    assert seen, changed(ours, "transformers' ModelOutput", "is no tree of tensors")
     loss.total.backward()
-    assert begun == ["backward"], changed(
-        "heads/base.py", "DeepSpeed's output hooks", "do not see a ModelOutput's tensors"
-    )
+    assert begun == ["backward"], changed(ours, "DeepSpeed's output hooks", "do not see a ModelOutput's tensors")
 
 
 def test_loading_rows_draws_nothing_from_what_dropout_draws_from():
