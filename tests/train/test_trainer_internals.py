@@ -198,7 +198,7 @@ def test_the_sum_of_losses_is_reduced_where_collectives_run():
 
 
 def test_deepspeed_and_ddp_see_into_the_loss_of_a_head():
-    """At what a forward gives DeepSpeed prepares its sums of micro-batches, and DDP the first step of a static graph."""
+    """At what a forward gives DeepSpeed prepares sums of micro-batches, and DDP the first step of a static graph."""
     weights, begun, ours = torch.ones(3, requires_grad=True), [], "heads/base.py: HeadLoss"
     loss = HeadLoss.zero(2, torch.device("cpu"))
     loss.add("ce_0", (2 * weights).sum())
