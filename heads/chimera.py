@@ -47,7 +47,7 @@ class ChimeraConfig(OffsetConfig):
         "layer": {"encoder": "target_layer0_finetuned"},
         "shared": {"projection": "shared"},
     }
-    budget: ClassVar[Budget] = Budget(training=3.5, whole_vocabulary=9.5)
+    budget: ClassVar[Budget] = Budget(training=3.5, whole_vocabulary=9.5, drafting=0.26)
     cut_at_disagreement: ClassVar[bool] = False
 
     encoder: str = option(

@@ -53,6 +53,12 @@ class StubRenderer:
     def checked_text(self, messages, extra):
         return messages[0]["content"]
 
+    def check_answers(self, text, messages, extra):
+        pass
+
+    def shortened(self, messages, extra):
+        return 0
+
 
 def target(tokenizer, vocab_size):
     """What text drafters read of a target."""
