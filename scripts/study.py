@@ -129,7 +129,12 @@ def benchmark_files(words: Sequence[str] | None, studies: Sequence[Study]) -> di
 
 
 def arm_trainer(args: argparse.Namespace) -> ArmTrainer:
-    """Trains the heads of --target, loaded as it is for decoding."""
+    """Trains the heads of --target, loaded as it is for decoding; ValueError for one of several GPUs."""
+    if args.device is not None and ":" in args.device:
+        raise ValueError(
+            f"--device {args.device} names a GPU, and trainings take the first one that they see; leave it out, and "
+            f"set CUDA_VISIBLE_DEVICES={args.device.partition(':')[2]}"
+        )
     loading = {"target_adapter": args.target_adapter, "chat_template": args.chat_template, "target_dtype": args.dtype}
     loading["use_cpu"] = "true" if args.device == "cpu" else None
     loading["target_device"] = "auto" if args.device == "auto" else None

@@ -139,8 +139,10 @@ class ArmTrainer:
         with _pool(self.jobs) as pool:
             waiting = []
             for arm in lacking:
-                steps = round(self.minutes * 60 / seconds[arm.name]) if seconds and self.minutes else self.steps
-                waiting.append((arm, pool.submit(self._run, arm, folders[arm.name] / "run", steps and max(1, steps))))
+                steps = self.steps
+                if seconds and self.minutes:
+                    steps = max(1, round(self.minutes * 60 / seconds[arm.name]))
+                waiting.append((arm, pool.submit(self._run, arm, folders[arm.name] / "run", steps)))
             for arm, result in waiting:
                 print(f"{arm.name}: {result.result() / 60:.1f} processor minutes", flush=True)
         return {name: folder / "run" / "head" for name, folder in folders.items()}
@@ -152,6 +154,11 @@ class ArmTrainer:
             short = ("--overwrite", "true", "--simulate_rows", "0", "--held_out", "8")
             few, many = (self._run(arm, file.parent / f"{steps}_steps", steps, *short) for steps in CALIBRATION)
             found = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
+            if not found > 0:
+                raise ValueError(
+                    f"a step of {arm.name} takes less processor time than loading varies by ({few:.1f} and {many:.1f} "
+                    f"seconds for {CALIBRATION[0]} and {CALIBRATION[1]} steps); give --steps instead of --minutes"
+                )
             write_text(file, f"{found}\n")
             print(f"{arm.name}: {found:.3f} processor seconds a step", flush=True)
         return float(file.read_text(encoding="utf-8"))

@@ -33,6 +33,14 @@ def takes_cache(decoder: Any) -> bool:
     return CACHE in inspect.signature(decoder.forward).parameters
 
 
+def caps_scores(config: Any) -> bool:
+    """Whether attention caps its scores (Gemma 2), which scaled-dot-product attention cannot.
+
+    transformers 5.17 runs such models with it all the same, and leaves the cap out without a word; 5.24 refuses.
+    """
+    return getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+
+
 def is_recurrent(model: Any, config: Any) -> bool:
     """Whether a model keeps a state that grows with the text and cannot go back or branch, as transformers marks it.
 

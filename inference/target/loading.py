@@ -24,6 +24,7 @@ from draft_heads.data.common.pretrained import MAY_BE_MISSING, check_folder_or_h
 from draft_heads.data.fingerprint import adapter_scaling, weights_hashes
 from draft_heads.data.text.chat_template import load_tokenizer, template_source
 from draft_heads.inference.target import sharded
+from draft_heads.inference.target.library_names import caps_scores
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def load_model(
         try:
             with sharded.loading(chosen if split else None):
                 try:
-                    model, info = load(attn_implementation="sdpa")
+                    model, info = load(attn_implementation="eager" if caps_scores(config) else "sdpa")
                 except ValueError as error:
                     if "attention" not in str(error):
                         raise

@@ -7,6 +7,7 @@ import torch
 from peft import LNTuningConfig, LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -17,6 +18,7 @@ from transformers import (
 
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.inference.evaluation.hf_assisted import hf_engine
+from draft_heads.inference.target.loading import load_model
 from draft_heads.inference.target.target import Target
 from tests.internals import changed
 
@@ -314,3 +316,20 @@ def test_a_checkpoint_with_more_weights_of_a_layer_is_refused(tmp_path, over, ta
         Target.from_pretrained(base, device="cpu")
     with pytest.raises(ValueError, match=f"do not take {over}"):
         hf_engine(Target.from_pretrained("tests/tiny_target", device="cpu"), {"assistant": base})
+
+
+def test_scores_are_capped_whatever_this_transformers_would_do(monkeypatch):
+    """transformers 5.17 runs Gemma 2 with an attention that has no cap, and says nothing."""
+    asked = []
+
+    class Loaded:
+        @staticmethod
+        def from_pretrained(path, attn_implementation, **options):
+            asked.append(attn_implementation)
+            raise KeyboardInterrupt  # enough
+
+    monkeypatch.setattr("draft_heads.inference.target.loading.model_class", lambda config: Loaded)
+    for name in ("gemma2", "gemma3_text", "llama"):
+        with pytest.raises(KeyboardInterrupt):
+            load_model("there", AutoConfig.for_model(name), None, torch.device("cpu"))
+    assert asked == ["eager", "sdpa", "sdpa"]

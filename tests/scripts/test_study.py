@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -340,3 +341,10 @@ def test_the_tiny_form_of_studies_of_each_form_runs(tmp_path):
         assert content["not_measured"] == {}
         values = [value for row in content["rows"] for value in row["values"].values()]
         assert None not in values, name
+
+
+def test_a_numbered_gpu_is_refused_where_heads_are_trained():
+    """Trainings take the first GPU that they see."""
+    args = SimpleNamespace(device="cuda:1")
+    with pytest.raises(ValueError, match=r"--device cuda:1 names a GPU, .* set CUDA_VISIBLE_DEVICES=1"):
+        script.arm_trainer(args)

@@ -53,6 +53,22 @@ def test_equal_times_are_numbers_of_steps_by_what_a_step_costs(commands, tmp_pat
     assert [float((tmp_path / name / "step_seconds.json").read_text()) for name in ("medusa", "ctc")] == [0.25, 0.5]
 
 
+def test_a_step_that_takes_longer_than_all_is_still_one_step(commands, tmp_path):
+    arms.ArmTrainer(tmp_path, "T", ["D"], minutes=0.001).train(BOTH[1:])
+    assert commands[-1] == ("train/ctc.py", 1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -0.2])
+def test_a_step_that_cannot_be_measured_is_told(monkeypatch, tmp_path, seconds):
+    """Loading varies by more; what was measured is not kept."""
+    monkeypatch.setattr(
+        arms, "cpu_seconds", lambda command, log: 20 + seconds * int(command[command.index("--max_steps") + 1])
+    )
+    with pytest.raises(ValueError, match=r"a step of ctc takes less processor time than loading .*; give --steps"):
+        arms.ArmTrainer(tmp_path, "T", ["D"], minutes=5).train(BOTH[1:])
+    assert not (tmp_path / "ctc" / "step_seconds.json").exists()
+
+
 def finish(folder):
     """What a training leaves, of which only its configuration is looked for."""
     (folder / "run" / "head").mkdir(parents=True)
