@@ -52,6 +52,8 @@ class KVCache(Cache):
     """The cache of every layer of a target, with room for `capacity` rows (committed text plus one forward) a sequence.
 
     The device knows how many rows are committed; the host keeps an upper bound, exact once it has read every step.
+    Masks hide the rows after a text by adding −inf to their scores, which hides no NaN: of a text that overflowed in
+    half precision nothing is left for the next one to read.
 
     store    [N, B, 2, G, C, D] keys and values, allocated when the first states are seen
     rows     [N, B·2·G, C', D] the visible part of it, set by `set_visible_length`: what a forward reads and writes
@@ -67,7 +69,7 @@ class KVCache(Cache):
         self.bound = 0
         self.store: Tensor | None = None
         self.rows: Tensor | None = None
-        self._end = 0
+        self._end = self._written = 0  # what is visible, and the most of it since all was zeros
         self._views: dict[int, Tensor] = {}
 
     def allocate(self, like: Tensor) -> None:
@@ -86,6 +88,7 @@ class KVCache(Cache):
         end = self.bound + rows
         assert end <= self.capacity, f"cache of {self.capacity} rows asked to hold {end}"
         self._end = max(self._end, -(-end // self.step) * self.step)  # back to nothing when cleared
+        self._written = max(self._written, self._end)
         self._update_view()
         return self._end
 
@@ -123,6 +126,7 @@ class KVCache(Cache):
         self.allocate(single.store[0, :, 0, :, :0])
         assert self.store is not None
         self.store[:, index, :, :, : single.bound] = single.store[:, 0, :, :, : single.bound]
+        self.store[:, index, :, :, single.bound : self._written] = 0
         self.lengths[index] = single.bound
 
     def select_sequences(self, index: Tensor) -> None:
@@ -156,7 +160,12 @@ class KVCache(Cache):
     def clear(self) -> None:
         """Forget the text, keep the memory."""
         self.lengths.zero_()
-        self.bound = self._end = 0
+        self._zero_written()
+        self.bound = self._end = self._written = 0
+
+    def _zero_written(self) -> None:
+        if self.store is not None:
+            self.store[:, :, :, :, : self._written] = 0
 
 
 class PerLayerKVCache(KVCache):
@@ -202,6 +211,7 @@ class PerLayerKVCache(KVCache):
             self._make_room(layer, *stores)
             for store, other in zip(self.stores[layer], stores):
                 store[index, : single.bound] = other[0, : single.bound]
+                store[index, single.bound : self._written] = 0
         self.lengths[index] = single.bound
 
     def select_sequences(self, index: Tensor) -> None:
@@ -215,6 +225,10 @@ class PerLayerKVCache(KVCache):
         for store in self._tensors:
             store[self._index(into, store.device)] = store[self._index(source, store.device)]
         self.lengths += counts
+
+    def _zero_written(self) -> None:
+        for store in self._tensors:
+            store[:, : self._written] = 0
 
     def memory(self) -> list[Tensor]:
         return [self.lengths, *self._tensors]

@@ -82,6 +82,10 @@ class BlockCache:
         rows = -(-tokens * self._rows_per_token // 16) * 16  # attention is slower over odd numbers of keys
         self._visible = self._store[: self._texts, :rows]
 
+    def forget(self, text: int) -> None:
+        """Zero the rows of a text, for the next one there: masks hide numbers, but no NaN of half precision."""
+        self._store[text].zero_()
+
     def use_texts(self, count: int) -> None:
         """Only the first `count` texts are read, from the next `reserve` or `set_visible_length` on."""
         self._texts = count
@@ -247,6 +251,8 @@ class HeadDrafter(Drafter):
             self.long_texts.set(*self._beyond.tolist())
         self.view = self._of_draft_vocab(self.view.current())
         self.length[slot : slot + 1].zero_()
+        for cache in self._caches:
+            cache.forget(slot)
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:

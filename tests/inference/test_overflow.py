@@ -1,0 +1,75 @@
+"""A text that overflows, as some do in float16, leaves nothing that a later text reads: no mask hides a NaN."""
+
+import pytest
+import torch
+
+from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
+from tests.inference.models import load_target, make_head, make_prompts
+
+SETTINGS = GenerationSettings(12, ())
+
+
+@pytest.fixture(autouse=True)
+def overflowing(monkeypatch):
+    """Every row that a text has written is NaN when the next one begins there."""
+    clear, copy_sequence = KVCache.clear, KVCache.copy_sequence
+
+    def cleared(cache):
+        if cache.store is not None:
+            cache.store[..., : cache._written, :] = torch.nan
+        clear(cache)
+
+    def copied(cache, index, single):
+        if cache.store is not None:
+            cache.store[:, index, :, :, : cache._written] = torch.nan
+        copy_sequence(cache, index, single)
+
+    monkeypatch.setattr(KVCache, "clear", cleared)
+    monkeypatch.setattr(KVCache, "copy_sequence", copied)
+
+
+def test_an_answer_does_not_depend_on_what_the_one_before_it_has_left():
+    target = load_target("llama", torch.float64)
+    long, short = sorted(make_prompts(target, 2), key=len, reverse=True)
+    drafter = drafter_for(make_head(target, "eagle3", target_layers=[1, 2]), target, 8)
+    engine = DecodingEngine(target, drafter)
+    expected = engine.generate(short, SETTINGS)
+    engine.generate(long, SETTINGS)
+    with torch.inference_mode():
+        for cache in drafter._caches:
+            cache._store.fill_(torch.nan)
+    again = engine.generate(short, SETTINGS)
+    assert again.tokens == expected.tokens == Oracle(target, SETTINGS).answer(short)
+    assert again.accept_lengths == expected.accept_lengths
+
+
+def test_nor_does_that_of_a_batch_on_the_text_that_was_in_its_slot():
+    target = load_target("llama", torch.float64)
+    prompts = sorted(make_prompts(target, 5), key=len, reverse=True)  # later ones are shorter
+    answers = BatchEngine(target, VanillaDrafter(slots=2)).generate(prompts, SETTINGS)
+    assert [answer.tokens for answer in answers] == [Oracle(target, SETTINGS).answer(prompt) for prompt in prompts]
+
+
+def test_layers_on_several_devices_have_memory_of_their_own():
+    cache, single = (PerLayerKVCache([torch.device("cpu")], 64, batch, torch.device("cpu")) for batch in (2, 1))
+    states = torch.ones(1, 1, 5, 2)
+    for one, batch in ((cache, 2), (single, 1)):
+        one.set_visible_length(5)
+        one.write(0, one.slots(5), states.expand(batch, -1, -1, -1), states.expand(batch, -1, -1, -1))
+        for store in one._tensors:
+            store[:, :5] = torch.nan
+    single.clear()
+    single.set_visible_length(2)
+    single.write(0, single.slots(2), states[:, :, :2], states[:, :, :2])
+    single.keep_first(2)
+    cache.copy_sequence(1, single)
+    for store in cache._tensors:
+        assert store[1].sum() == 2 * 2 and store[0, :5].isnan().all()
+    for store in single._tensors:
+        assert store.sum() == 2 * 2
