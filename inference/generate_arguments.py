@@ -123,7 +123,7 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
     for name in sorted(_CACHES):
         if generate.get("kwargs", {}).get(name) is not None:
             raise ValueError(f"drafting has its own cache and fills no other; got {name}; leave it out")
-    if torch.is_autocast_enabled(input_ids.device.type):
+    if torch.is_autocast_enabled(model.device.type):
         raise ValueError(f"drafting computes in the type of the weights; got torch.autocast; {WITHOUT}")
     prepare = model.prepare_inputs_for_generation
     if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:

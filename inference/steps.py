@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from draft_heads.configs.options import out_of_memory
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.generation import Clock, GenerationSettings
 from draft_heads.inference.processors import TextProcessors
@@ -83,7 +85,7 @@ class StepRunner:
         self.ahead = on_gpu and drafter.on_device if ahead is None else ahead
         self.captured = None if captured is False else captured
         self.cache: KVCache | None = None
-        self.reserved = 8192
+        self.reserved = self._fits = 8192  # `_fits`: as of the last text for which there was memory
         self._accept = accept
         self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
         self._end = torch.zeros(1, dtype=torch.long, device=target.device)
@@ -102,16 +104,19 @@ class StepRunner:
                 "an engine with a rule of acceptance (accept=…) decodes greedily only; got temperature "
                 f"{settings.temperature:g}; leave one of them out"
             )
-        reserved = self.reserved_length(tokens)
-        cache = self._cleared_cache(reserved)
-        if self.captured is not None and self.target.fused is not None:
-            self._capture_lengths(self.captured, TextState(cache, reserved, self._end, settings))
-        return TextState(cache, reserved, self._end.fill_(tokens), settings, processors)
+        with self._room_or_none():
+            reserved = self.reserved_length(tokens)
+            cache = self._cleared_cache(reserved)
+            if self.captured is not None and self.target.fused is not None:
+                self._capture_lengths(self.captured, TextState(cache, reserved, self._end, settings))
+            return TextState(cache, reserved, self._end.fill_(tokens), settings, processors)
 
     @torch.inference_mode()
     def prefill(self, ids: list[int], text: TextState) -> tuple[VerifiedStep, Tensor]:
         """Read the prompt: what it committed and the base token, and the tensor for `PendingReadback` (one row)."""
-        step = self._prefill(ids, text)
+        with self._room_or_none():
+            step = self._prefill(ids, text)
+        self._fits = self.reserved
         if self.captured is not None and self.target.fused is not None:
             assert self.captured.valid_for(self._graph_key(text)), "memory of graphs has moved"
         return step, torch.cat([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
@@ -193,6 +198,16 @@ class StepRunner:
             return text
         self.reserved *= 1 << (-(-text // self.reserved) - 1).bit_length()
         return max(text, min(self.target.max_positions, self.reserved))
+
+    @contextmanager
+    def _room_or_none(self) -> Iterator[None]:
+        """A text for which memory is missing leaves no demand for it behind: later ones may be shorter."""
+        try:
+            yield
+        except Exception as error:
+            if out_of_memory(error):
+                self.cache, self.reserved = None, self._fits
+            raise
 
     def _cleared_cache(self, text: int) -> KVCache:
         """An empty cache for a text and the rows that steps write after it; reused while it is large enough."""

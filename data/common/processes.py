@@ -137,7 +137,8 @@ def own_device(device: str | None) -> str | None:
         )
     if device not in (None, "auto"):
         try:
-            unseen = torch.device(device).type == "cuda" and not torch.cuda.is_available()
+            named = torch.device(device)
+            unseen = named.type == "cuda" and not (named.index or 0) < torch.cuda.device_count()
         except RuntimeError:
             unseen = True
         if unseen:

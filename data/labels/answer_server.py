@@ -92,9 +92,11 @@ class AnswerServer:
             )
         # a server that does not know these tokens may write on after them
         tokens = tokens[: next((i for i, token in enumerate(tokens, 1) if token in self._end_token_ids), None)]
-        if self._cut_loops and (end := loop_start(tokens, goes_on=GOES_ON)) is not None and end < len(tokens):
-            return Answer(tokens[:end], "loop")
-        if tokens and tokens[-1] in self._end_token_ids:
+        ended = bool(tokens) and tokens[-1] in self._end_token_ids
+        loop = loop_start(tokens, goes_on=GOES_ON) if self._cut_loops else None
+        if loop is not None and not (ended and loop == len(tokens)):
+            return Answer(tokens[:loop], "loop")
+        if ended:
             return Answer(tokens, "end")
         reason = choice.get("finish_reason")
         if reason != "length":
@@ -112,13 +114,14 @@ class AnswerServer:
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """What the server answers; a request that fails, or is answered by garbage, is repeated after a pause.
 
-        One that a full queue refuses (429) is repeated for as long as the server answers others.
+        One that a full queue refuses (429), or in which it waits too long, is repeated for as long as the server
+        answers others, and counts as no failure.
         """
         url, data = self.url + path, None if body is None else json.dumps(body).encode()
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(url, data=data, headers=headers)
-        repeated = 0
+        repeated = failed = 0
         while True:
             full = False
             try:
@@ -132,11 +135,12 @@ class AnswerServer:
                 if error.code not in _BUSY:
                     break
             except (OSError, http.client.HTTPException, ValueError, TypeError) as error:  # ValueError: no JSON
+                full = isinstance(error, TimeoutError) and time.monotonic() - self._answered < _TIMEOUT
                 fault = f"{type(error).__name__}: {error}"
-            if repeated >= len(_PAUSES) and not full:
+            if failed >= len(_PAUSES) and not full:
                 break
-            time.sleep(_PAUSES[min(repeated, len(_PAUSES) - 1)])
-            repeated += 1
+            time.sleep(_PAUSES[min(repeated if full else failed, len(_PAUSES) - 1)])
+            repeated, failed = repeated + full, failed + (not full)
         raise ValueError(
             f"base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
             "The same command goes on where this one ended"

@@ -41,6 +41,13 @@ def label(
     ids, device = ids_BL.to(target.device), target.device
     positions = torch.arange(max(lengths), device=device).expand_as(ids)  # padding on the right is not seen
     hidden_BLH, aux_BLK = target.forward_rows(ids, torch.ones_like(ids), positions, target_layers)
+    for row, finite_L in zip(rows, hidden_BLH.isfinite().all(-1).cpu()):
+        if not finite_L[: len(row)].all():
+            dtype = str(target.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"the target's states must be finite; in {dtype} some of the text that begins with the tokens "
+                f"{row[:8]} are not; take --dtype bfloat16 or float32, or leave the text out"
+            )
     wanted_BL = pad_sequence([torch.tensor([*mask[1:], False]) for mask in labelled_at], batch_first=True)
     hidden_NH = hidden_BLH[wanted_BL.to(device)]
     chosen_N = torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()

@@ -63,7 +63,14 @@ def half_precision_product(linear: nn.Module, x: Tensor) -> Tensor | None:
     where something sees or replaces the module's forward."""
     if not x.is_cuda or type(linear) is not nn.Linear or linear.weight.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if forward_hooks(linear) and not hasattr(linear, "_hf_hook"):  # accelerate's, which moves states of spread targets
+    laid = forward_hooks(linear)
+    if hasattr(
+        linear, "_hf_hook"
+    ):  # accelerate has put a forward in place of another, to move states of spread targets
+        within = getattr(linear, "_old_forward", None)
+        laid = [one for one in laid if one is not linear.__dict__.get("forward")]
+        laid += [within] * (getattr(within, "__func__", within) is not type(linear).forward)
+    if laid:
         return None
     rows = x.reshape(-1, x.shape[-1]).to(linear.weight.device)  # of a spread target: its last layer is elsewhere
     product = torch.mm(rows, linear.weight.T, out_dtype=torch.float32)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 _MEMORY = {"stage": 3, "memory_efficient_linear": False}  # which would replace torch's `linear` in the whole process
@@ -92,6 +93,13 @@ def gather_in_forward(decoder: nn.Module, layers: int, dtype: torch.dtype) -> No
     two_layers = 2 * sum(size_of(p) for p in decoder.parameters()) // layers
     memory = {"stage3_max_live_parameters": two_layers, "stage3_max_reuse_distance": 0}
     deepspeed.initialize(model=decoder, config=_zero_3(dtype, **memory))
+    rounded = [name for name, buffer in decoder.named_buffers() if "inv_freq" in name and buffer.dtype.itemsize < 4]
+    if rounded:
+        raise ValueError(
+            f"--shard_target needs rotary frequencies in float32; DeepSpeed {deepspeed.__version__} and transformers "
+            f"{transformers.__version__} round {rounded[0]} to {str(dtype).removeprefix('torch.')}; install DeepSpeed "
+            "0.19.8 and transformers 5.24, or leave it out"
+        )
 
 
 def gather_until_step(module: nn.Module) -> None:

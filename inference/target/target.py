@@ -89,6 +89,7 @@ class Target:
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         self.runs = runs
         self.changes = 0  # how often the model was found to have other weights (`refresh`)
+        self.attention = "auto"  # see `attend`
         self._drafted_below = 0  # 0: all rows of the LM head are chosen from
         self._whole: tuple[Target, Collection[int]] | None = None  # of a target without some of its layers
         self._take_parts()
@@ -132,7 +133,8 @@ class Target:
         """Note the device of each layer; ValueError for one that lies on none."""
         weights = (next(layer.parameters(), self.embedding.weight) for layer in self.modules.layers or ())
         self.layer_devices = [weight.device for weight in weights]
-        if self.device.type != "meta" and any(device.type == "meta" for device in self.layer_devices):
+        others = [p.device for module in (self.decoder, self.lm_head) for p in module.parameters()]
+        if self.device.type != "meta" and any(device.type == "meta" for device in others):
             raise ValueError(
                 f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
                 "smaller dtype, or another target"
@@ -183,7 +185,7 @@ class Target:
 
     def attend(self, path: str) -> None:
         """How tree rows attend, a name of `TREE_ATTENTION`; ValueError where the modules must do."""
-        self._needs_fused("attention").attention = path
+        self._needs_fused("attention").attention = self.attention = path
 
     def _needs_fused(self, option: str) -> FusedDecoder:
         if self.fused is None:

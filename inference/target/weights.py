@@ -96,6 +96,7 @@ def merge_weights(target: Target) -> None:
         with torch.inference_mode(False):  # the model's weights become parts of merged ones
             target._fused = FusedDecoder(target.model, target.layer_types, target.window)
             probe(target)
+            target._fused.attention = target.attention
         fits = True
     except ValueError as error:
         logger.warning("%s decodes more slowly, through its modules and without CUDA graphs: %s", target.name, error)

@@ -372,3 +372,12 @@ def test_its_own_forward_compiled_changes_nothing():
         assert not forward_hooks(model) and FusedDecoder.can_drive(model)
     model.forward = torch.compile(lambda *args: None)
     assert forward_hooks(model) and not FusedDecoder.can_drive(model)
+
+
+def test_how_rows_attend_stays_as_it_was_asked_for():
+    target = Target(random_llama())
+    target.attend("products")
+    with torch.no_grad():
+        target.model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    target.refresh()
+    assert target.changes == 1 and target.fused.attention == "products"

@@ -10,7 +10,9 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
+from draft_heads.inference.target.target import Target
 from tests.inference.models import load_target, make_head, make_prompts
+from tests.tiny_chat import random_llama
 
 SETTINGS = GenerationSettings(12, ())
 
@@ -54,6 +56,47 @@ def test_nor_does_that_of_a_batch_on_the_text_that_was_in_its_slot():
     prompts = sorted(make_prompts(target, 5), key=len, reverse=True)  # later ones are shorter
     answers = BatchEngine(target, VanillaDrafter(slots=2)).generate(prompts, SETTINGS)
     assert [answer.tokens for answer in answers] == [Oracle(target, SETTINGS).answer(prompt) for prompt in prompts]
+
+
+def test_a_text_for_which_there_is_no_memory_leaves_no_demand_for_it(monkeypatch):
+    """As a prompt of 33,000 tokens on a card that has room for 20,000: shorter ones are answered after it."""
+    target = Target(random_llama(max_position_embeddings=4096))
+    engine, allocate, reserved = DecodingEngine(target, VanillaDrafter()), KVCache.allocate, []
+
+    def scarce(cache, like):
+        reserved.append(cache.capacity)
+        if cache.capacity > 512:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        allocate(cache, like)
+
+    monkeypatch.setattr(KVCache, "allocate", scarce)
+    short, long = [5, 6, 7], list(range(3, 200)) * 4
+    for prompt in (short, long, short, long, short):
+        if prompt is long:
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.generate(long, SETTINGS)
+        else:
+            assert engine.generate(short, SETTINGS).tokens == Oracle(target, SETTINGS).answer(short)
+    assert engine.steps.reserved == 8192 and reserved[-1] <= 512
+
+
+def test_labels_of_states_that_are_no_numbers_are_refused(monkeypatch):
+    target = load_target("llama", torch.float64)
+    whole = target.forward_rows
+
+    def overflowed(ids, *rest):
+        hidden, aux = whole(ids, *rest)
+        hidden[1, 2] = torch.inf
+        return hidden, aux
+
+    monkeypatch.setattr(target, "forward_rows", overflowed)
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match=r"finite; in float64 some of .* \[7, 8, 9\] are not; take"),
+    ):
+        target.label([[5, 6], [7, 8, 9]], False)
+    with torch.inference_mode():
+        target.label([[5, 6, 7], [7, 8]], False)  # what padding is does not matter
 
 
 def test_layers_on_several_devices_have_memory_of_their_own():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -81,9 +81,16 @@ def test_the_half_precision_product_is_made_where_the_weight_lies():
     product = half_precision_product(linear, torch.empty(2, 3, 8, dtype=torch.bfloat16, device="cuda:1"))
     assert product.device == torch.device("cuda:0") and product.shape == (2, 3, 4)
     assert product.dtype == torch.float32
-    linear._hf_hook = object()  # accelerate's, of a spread target
-    linear.forward = linear.forward.__get__(linear)
-    assert half_precision_product(linear, torch.empty(3, 8, dtype=torch.bfloat16, device="cuda:1")) is not None
+    states = torch.empty(3, 8, dtype=torch.bfloat16, device="cuda:1")
+    add_hook_to_module(linear, ModelHook())  # accelerate's, as of a spread target
+    assert half_precision_product(linear, states) is not None
+    linear.register_forward_hook(lambda *args: None)  # a user's beside it
+    assert half_precision_product(linear, states) is None
+    linear = nn.Linear(8, 4, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.empty(4, 8, dtype=torch.bfloat16, device="cuda:0"))
+    linear.forward = lambda states: states
+    add_hook_to_module(linear, ModelHook())
+    assert half_precision_product(linear, states) is None
 
 
 @pytest.mark.parametrize("how", ["hook", "pre_hook", "forward"])

@@ -1,5 +1,6 @@
 """Answers from a /v1/completions server: a stub on 127.0.0.1 that serves a tiny target, and stubs that misbehave."""
 
+import io
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -238,6 +240,35 @@ def test_a_full_server_is_asked_again_while_it_answers_others(monkeypatch):
         monkeypatch.setattr(answer_server, "_TIMEOUT", 0.3)
         with pytest.raises(ValueError, match="status 429"):
             in_order(server, [[1]], [8])
+
+
+def test_refusals_of_a_full_queue_and_waiting_in_it_are_no_failures(monkeypatch):
+    """Eight refusals, one wait of all the time there is, one failure of a proxy; two failures would be repeated."""
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.0, 0.0))
+    refused = [urllib.error.HTTPError("u", code, "no", {}, io.BytesIO(b"")) for code in (*[429] * 8, 502)]
+    told = iter([*refused[:8], TimeoutError("timed out"), refused[8], io.BytesIO(b'{"a": 1}')])
+
+    def urlopen(request, timeout):
+        found = next(told)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    server = stub_server("http://127.0.0.1:9/v1", model_name="stub")
+    monkeypatch.setattr(answer_server.urllib.request, "urlopen", urlopen)
+    server._answered = time.monotonic()
+    assert server._call("/x", {}) == {"a": 1}
+
+
+def test_a_loop_that_ends_with_the_last_token_is_one_of_a_served_answer_too():
+    told = [
+        {"token_ids": [9, *[7] * 12], "finish_reason": "length"},
+        {"token_ids": [*range(10, 22), 2], "finish_reason": "stop"},
+    ]
+    with serving(lambda request: told.pop(0)) as url:
+        looped, ended = in_order(stub_server(url, cut_loops=True, concurrency=1), [[1], [1]], [13, 13])
+    assert (looped.finish, looped.tokens) == ("loop", [9, *[7] * 12])
+    assert (ended.finish, ended.tokens) == ("end", [*range(10, 22), 2])
 
 
 def test_a_server_that_answers_no_json_is_named(monkeypatch):
