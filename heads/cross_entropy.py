@@ -124,7 +124,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         given = states_NH, weight_VH, bias_V
         summed = torch.promote_types(dtype, torch.float32)
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-        half = weight_VH.dtype == torch.float16  # its sums could pass 65,504 before the backward scales them
+        half = dtype == torch.float16  # its sums could pass 65,504 before the backward scales them
         several = summed if half or len(states_NH) > chunk else None  # chunks are not added up in half precision
         grad_states, grad_weight, grad_bias = (
             None if x is None or not (need_grad and x.requires_grad) else torch.zeros_like(x, dtype=kept)

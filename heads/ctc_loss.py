@@ -16,6 +16,7 @@ with `accept` α > 0 label u also weighs Ψ_{u−1}^α and the end Ψ_U^α (`hea
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -220,6 +221,9 @@ def ctc_loss_fused(
     count, per_window, _ = frames.shape
     chunk = max(1, min(count, (chunk_bytes or logits_bytes(frames)) // (4 * per_window * lm_head.shape[0])))
     need_grad = torch.is_grad_enabled() and (frames.requires_grad or blank_weight.requires_grad)
-    return _FusedCTC.apply(
-        frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed, decay, accept, chunk, need_grad
-    )
+    given = frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed
+    off: AbstractContextManager[Any] = nullcontext()
+    if frames.device.type != "meta":  # which has no autocast
+        off = torch.autocast(frames.device.type, enabled=False)
+    with off:  # products and sums have the types given here
+        return _FusedCTC.apply(*given, decay, accept, chunk, need_grad)

@@ -106,6 +106,15 @@ def test_losses_scale_with_the_upstream_gradient():
     assert torch.allclose(leaf.grad, 3 * fused(values)[2][0], atol=1e-5)
 
 
+def test_autocast_changes_neither_the_ctc_loss_nor_a_gradient():
+    """Under it the sum of the blank's gradient over all frames would be made in half precision."""
+    values = problem()
+    plain, _, gradients = fused(values)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _, under_autocast = fused(values)
+    assert torch.equal(loss, plain) and all(map(torch.equal, under_autocast, gradients))
+
+
 def enumerate_probability(log_probs, wanted, prefix):
     """Σ over every alignment whose collapse is (or starts with) `wanted`."""
     frames, classes = log_probs.shape
@@ -176,10 +185,13 @@ def test_labels_beyond_the_length_do_not_matter():
     assert torch.allclose(fused(values)[0], fused(changed)[0])
 
 
-def test_a_sum_of_gradients_too_large_for_float16_is_scaled_before_it_is_rounded():
-    states = torch.full((300, 4), 400.0, dtype=torch.float16)
-    weight = torch.zeros(3, 4, dtype=torch.float16, requires_grad=True)
-    loss = linear_cross_entropy(states, weight, torch.zeros(300, dtype=torch.long))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_sum_of_gradients_too_large_for_float16_is_scaled_before_it_is_rounded(dtype):
+    """Weights of float16, as DeepSpeed keeps them, or products of that type, as autocast makes them."""
+    states = torch.full((300, 4), 400.0, dtype=dtype)
+    weight = torch.zeros(3, 4, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+        loss = linear_cross_entropy(states, weight, torch.zeros(300, dtype=torch.long))
     (loss / 300).backward()
     assert torch.allclose(weight.grad[0].float(), torch.full((4,), -400 * 2 / 3), rtol=1e-2)
 
