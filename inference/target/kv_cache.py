@@ -163,6 +163,7 @@ class KVCache(Cache):
         self._zero_written()
         self.bound = self._end = self._written = 0
 
+    @torch.inference_mode()  # in which the memory may have been made
     def _zero_written(self) -> None:
         if self.store is not None:
             self.store[:, :, :, :, : self._written] = 0
@@ -226,6 +227,7 @@ class PerLayerKVCache(KVCache):
             store[self._index(into, store.device)] = store[self._index(source, store.device)]
         self.lengths += counts
 
+    @torch.inference_mode()  # in which the memory may have been made
     def _zero_written(self) -> None:
         for store in self._tensors:
             store[:, : self._written] = 0

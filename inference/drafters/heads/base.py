@@ -82,6 +82,7 @@ class BlockCache:
         rows = -(-tokens * self._rows_per_token // 16) * 16  # attention is slower over odd numbers of keys
         self._visible = self._store[: self._texts, :rows]
 
+    @torch.inference_mode()  # in which the memory may have been made
     def forget(self, text: int) -> None:
         """Zero the rows of a text, for the next one there: masks hide numbers, but no NaN of half precision."""
         self._store[text].zero_()
