@@ -29,6 +29,11 @@ def logits_bytes(states: Tensor) -> int:
     return 2**30 if states.is_cuda else 32 * 2**20
 
 
+def without_autocast(states: Tensor) -> AbstractContextManager[Any]:
+    """In this context products and sums have the types that are given; the meta device has no autocast."""
+    return nullcontext() if states.is_meta else torch.autocast(states.device.type, enabled=False)
+
+
 def linear_cross_entropy(
     states: Tensor,
     weight: Tensor,
@@ -91,12 +96,10 @@ def _chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(sum, each row's loss); products in the type of autocast where it is on, else in that of the weight."""
     dtype, device = weight.dtype, states.device.type
-    off: AbstractContextManager[Any] = nullcontext()
-    if device != "meta":  # which has no autocast
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-        off = torch.autocast(device, enabled=False)
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
     chunk = max(1, (chunk_bytes or logits_bytes(states)) // (4 * weight.shape[0]))
-    with off:
+    with without_autocast(states):
         return _ChunkedCrossEntropy.apply(
             states, weight, bias, wanted, row_weights, chunk, dtype, torch.is_grad_enabled()
         )

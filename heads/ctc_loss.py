@@ -16,7 +16,6 @@ with `accept` α > 0 label u also weighs Ψ_{u−1}^α and the end Ψ_U^α (`hea
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_heads.heads.accept_weight import accept_weights
-from draft_heads.heads.cross_entropy import logits_bytes
+from draft_heads.heads.cross_entropy import logits_bytes, without_autocast
 
 IMPOSSIBLE = -1e30  # finite: −inf would turn the gradient of logaddexp into NaN
 
@@ -222,8 +221,5 @@ def ctc_loss_fused(
     chunk = max(1, min(count, (chunk_bytes or logits_bytes(frames)) // (4 * per_window * lm_head.shape[0])))
     need_grad = torch.is_grad_enabled() and (frames.requires_grad or blank_weight.requires_grad)
     given = frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed
-    off: AbstractContextManager[Any] = nullcontext()
-    if frames.device.type != "meta":  # which has no autocast
-        off = torch.autocast(frames.device.type, enabled=False)
-    with off:  # products and sums have the types given here
+    with without_autocast(frames):
         return _FusedCTC.apply(*given, decay, accept, chunk, need_grad)

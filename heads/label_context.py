@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_heads.heads.cross_entropy import logits_bytes
+from draft_heads.heads.cross_entropy import logits_bytes, without_autocast
 from draft_heads.heads.ctc_loss import IMPOSSIBLE, interleave_blank, lattice_log_prob
 
 
@@ -163,5 +163,5 @@ def ctc_loss_with_context(
     chunk = max(1, min(count, (chunk_bytes or logits_bytes(frames)) // row_bytes))
     given = frames, blank_weight, blank_bias, contexts, classes
     need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    with torch.autocast(frames.device.type, enabled=False):  # products and sums have the types given here
+    with without_autocast(frames):
         return _ContextCTC.apply(*given, lm_head, lm_bias, labels, lengths, closed, decay, accept, chunk, need_grad)

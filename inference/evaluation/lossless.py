@@ -172,13 +172,19 @@ def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         dict[nn.Module, list[tuple[Tensor, Tensor]]](),
     )
 
+    packed = {
+        module
+        for module in model.modules()
+        if any(map(_is_packed, (*module.parameters(recurse=False), *module.buffers(recurse=False))))
+    }
+
     def states_in(values: Any, wanted: torch.dtype) -> Any:
         return tree_map_only(Tensor, lambda x: x.to(wanted) if x.is_floating_point() else x, values)
 
     def cast(module: nn.Module, args: Any, options: Any) -> Any:
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         own[module] = []
-        if any(map(_is_packed, tensors)):
+        if module in packed:
             return states_in(args, usual), states_in(options, usual)
         own[module] = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
         for tensor, values in own[module]:
@@ -188,8 +194,7 @@ def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     def restore(module: nn.Module, args: Any, output: Any) -> Any:
         for tensor, values in own.pop(module):
             tensor.data = values
-        packed = any(map(_is_packed, [*module.parameters(recurse=False), *module.buffers(recurse=False)]))
-        return states_in(output, dtype) if packed else None
+        return states_in(output, dtype) if module in packed else None
 
     hooks = [module.register_forward_pre_hook(cast, with_kwargs=True) for module in model.modules()]
     hooks += [module.register_forward_hook(restore, always_call=True) for module in model.modules()]
