@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.common.pretrained import layer_sizes
-from draft_heads.data.text.chat_template import template_source
+from draft_heads.data.text.chat_template import PROBE_TEXT, template_source
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ _OF_QUANTIZATION = re.compile(
 """Names of quantization settings that say which numbers the weights are rounded to."""
 
 _VALUES_PER_WEIGHT = 16
-# Two vocabularies with equal entries may still split text differently: the hash covers how this text is split.
-_PROBE = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
 
 
 def target_fingerprint(
@@ -163,12 +161,15 @@ def weights_hashes(
     return {"weights_hash": digest.hexdigest()[:16], "scales_hash": scales.hexdigest()[:16]}
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the vocabulary, the special ids and the tokens of a probe text (16 hex digits)."""
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase, special: bool = True) -> str:
+    """Hash of the vocabulary, the special ids and the tokens of a probe text (16 hex digits).
+
+    special: False leaves out which tokens begin and end a text, in which a base model and its fine-tune may differ
+    """
     described = {
         "vocab": sorted(tokenizer.get_vocab().items()),
-        "special": [tokenizer.bos_token_id, tokenizer.eos_token_id],
-        "probe": list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"]),
+        **({"special": [tokenizer.bos_token_id, tokenizer.eos_token_id]} if special else {}),
+        "probe": list(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]),
     }
     return _digest(json.dumps(described, ensure_ascii=True))
 

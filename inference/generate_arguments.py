@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -17,6 +17,7 @@ from transformers import (
 from draft_heads.data.generation_config import APPLIED, NAMED, REFUSED
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.library_names import CACHE
+from draft_heads.inference.target.weights import drops_out
 
 WITHOUT = "generate without custom_generate"
 
@@ -85,12 +86,6 @@ def _is_set(value: Any) -> bool:
     return bool(value.any()) if isinstance(value, Tensor) else bool(value)
 
 
-def _drops_out(module: nn.Module) -> bool:
-    """Whether a module sets values to 0 at random now."""
-    p = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "attention_dropout", 0.0)
-    return module.training and isinstance(p, float) and p > 0
-
-
 def _check_positions(input_ids: Tensor, given: dict[str, Any]) -> None:
     """ValueError for an attention mask of another shape, and for positions not counted from the first token."""
     mask = given.get("attention_mask", torch.ones_like(input_ids))  # transformers leaves one of ones out
@@ -141,7 +136,7 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
             "drafting takes as many steps as its drafts need, so processes cannot take them together; got synced_gpus "
             f"or weights that are split among processes; {WITHOUT}"
         )
-    if any(map(_drops_out, model.modules())):
+    if any(map(drops_out, model.modules())):
         raise ValueError(
             "drafting gives the model's tokens without dropout; got a model in training mode with dropout; call "
             "model.eval() first"

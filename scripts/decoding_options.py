@@ -35,6 +35,7 @@ from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import check_seed
+from draft_heads.inference.target.sizes import parameters
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
@@ -272,7 +273,7 @@ def write_tuned(path: Path, tuned: dict[str, Any], kind: str, loaded: str, loade
 
 def describe_run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     """The `target` and `settings` entries of a report."""
-    model = {"path": target.name, "parameters": target.parameters, "dtype": dtype_name(target.dtype)}
+    model = {"path": target.name, "parameters": parameters(target), "dtype": dtype_name(target.dtype)}
     model |= {"device": ", ".join(map(str, devices_of(target))), "fingerprint": target.fingerprint()}
     lossy = {"acceptance": "typical (LOSSY)"} if options.acceptance == "typical" else {}
     settings = {name: getattr(options, name) for name in REPORTED} | {"forward": target.forward_kind}

@@ -20,11 +20,12 @@ from draft_heads.configs.command_line import exit_status
 from transformers import AutoConfig
 
 from draft_heads.configs.recipes import SHAPES, load_recipe, size_class
+from draft_heads.data.common.model_sizes import count_parameters, weights_read_per_step
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.heads.checkpoint import HEADS, head_variants
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.scripts.decoding_options import script_parser
-from draft_heads.train.memory import count_parameters, make_head, training_memory, weights_read_per_step
+from draft_heads.train.memory import make_head, training_memory
 
 
 def sizes(config: Any) -> list[tuple[str, int, int]]:

@@ -26,10 +26,11 @@ from draft_heads.configs.recipes import (
     recipe_sources,
     size_class,
 )
+from draft_heads.data.common.model_sizes import count_parameters
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.common.processes import trains_on_gpu
 from draft_heads.inference.target.loading import target_tokenizer
-from draft_heads.train.memory import ASSUMED_LENGTH, count_parameters, training_memory
+from draft_heads.train.memory import ASSUMED_LENGTH, training_memory
 
 _NOT_OF_A_RECIPE = ("config", "print_recipe", "overwrite", "local_rank")
 

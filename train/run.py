@@ -29,6 +29,7 @@ from draft_heads.heads.card import is_hub_id, target_licence
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import HeadConfig, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
+from draft_heads.inference.target.sizes import bytes_in_memory
 from draft_heads.inference.target.target import Target
 from draft_heads.train.checkpoints import how_to_resume
 from draft_heads.train.length import INTERVALS, RunLength, too_few_in
@@ -210,7 +211,7 @@ def memory_sizes(trainer: DraftHeadTrainer, trained: int) -> dict[str, int]:
         return sum(p.shape) if "adafactor" in args.optim and p.dim() == 2 else int(p.numel()) * moments
 
     return {
-        "target": target.values_in_memory * target.dtype.itemsize,
+        "target": bytes_in_memory(target),
         "head": 4 * trained,
         "gradients": 4 * trained,
         "optimizer": 4 * sum(kept(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad),

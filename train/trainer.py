@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from draft_heads.data.collate import DraftCollator, row_lengths
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target import sharded
+from draft_heads.inference.target.sizes import weights_per_token
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches, leave_signals_to_trainer
 from draft_heads.train.checkpoints import MarkComplete, SoundBest, read_marker, step_of
@@ -263,13 +265,14 @@ class DraftHeadTrainer(Trainer):
                 logs.pop(rate, None)
         super().log(logs, start_time)
 
-    @property
+    @cached_property
     def flops_per_token(self) -> float:
-        """6 per parameter of the head, and 2 per parameter of the target unless its hidden states are cached.
+        """6 per parameter of the head and, unless hidden states are cached, 2 per weight that the target multiplies a
+        token with.
 
         Attention and the head's several drafts per token do not count.
         """
-        target = 0 if self.data_collator.hidden_dtype else 2 * self.target.parameters
+        target = 0 if self.data_collator.hidden_dtype else 2 * weights_per_token(self.target)
         return 6 * sum(sharded.size_of(p) for p in self.model.parameters()) + target
 
     def _whole_loss_sum(self) -> float:

@@ -131,7 +131,7 @@ class AnswerServer:
                     return answer
             except urllib.error.HTTPError as error:
                 full = error.code == 429 and time.monotonic() - self._answered < _TIMEOUT
-                fault = f"status {error.code}: {error.read().decode(errors='replace')[:300]}"
+                fault = f"status {error.code}: {_text_of(error)[:300]}"
                 if error.code not in _BUSY:
                     break
             except (OSError, http.client.HTTPException, ValueError, TypeError) as error:  # ValueError: no JSON
@@ -145,3 +145,11 @@ class AnswerServer:
             f"base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
             "The same command goes on where this one ended"
         )
+
+
+def _text_of(error: urllib.error.HTTPError) -> str:
+    """The body of a response that says what failed, as far as it came."""
+    try:
+        return error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as broken:
+        return f"{error.reason} ({type(broken).__name__})"

@@ -7,8 +7,11 @@ from functools import cache
 from pathlib import Path
 
 from jinja2 import meta
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import chat_template_utils
+from transformers.utils import cached_file, chat_template_utils
+
+from draft_heads.data.common.pretrained import MAY_BE_MISSING
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +19,9 @@ BUNDLED = Path(__file__).resolve().parents[2] / "configs" / "chat_templates"
 CHAT_TEMPLATE_HELP = (
     "chat template in place of the tokenizer's own: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
 )
+
+PROBE_TEXT = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
+"""Two vocabularies with equal entries may still split text differently: this one is split to compare them."""
 
 
 def read_chat_template(name_or_path: str) -> str:
@@ -69,7 +75,7 @@ def template_variables(template: str) -> frozenset[str]:
 def load_tokenizer(path: str, chat_template: str | None = None, option: str = "--target") -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub id; `chat_template` (a name or a file) replaces its own.
 
-    ValueError, which names the `option`, if there is no tokenizer.
+    ValueError, which names the `option`, if there is no tokenizer, or it is not that of its tokenizer.json.
     """
     template = None if chat_template is None else read_chat_template(chat_template)
     try:
@@ -79,9 +85,27 @@ def load_tokenizer(path: str, chat_template: str | None = None, option: str = "-
         raise ValueError(
             f"{option} {path} is no tokenizer's folder or hub id ({reason}); give one with tokenizer.json"
         ) from None
+    _check_its_file(tokenizer, path, option)
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def _check_its_file(tokenizer: PreTrainedTokenizerBase, path: str, option: str) -> None:
+    """ValueError where text that tokenizer.json keeps is lost in the tokenizer that transformers made of it: some
+    versions make another kind of tokenizer from the name of a class in tokenizer_config.json."""
+    file = cached_file(path, "tokenizer.json", **MAY_BE_MISSING)
+    if file is None:
+        return
+    own = Tokenizer.from_file(file)
+    ids = list(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"])
+    right = own.encode(PROBE_TEXT, add_special_tokens=False).ids
+    if ids != right and own.decode(right) == PROBE_TEXT != own.decode(ids):
+        raise ValueError(
+            f"{option} {path} must be loaded as its tokenizer.json says; this version of transformers makes a "
+            f"{type(tokenizer).__name__} of it, which reads {PROBE_TEXT[:12]!r}… as {own.decode(ids)[:12]!r}…; update "
+            'transformers, or write "tokenizer_class": "PreTrainedTokenizerFast" in its tokenizer_config.json'
+        )
 
 
 def load_chat_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:

@@ -60,7 +60,14 @@ def read_options(kind: str, options_type: type[Options], words: Mapping[str, str
         )
     given = {name: _value(name, hints[name], text) for name, text in words.items() if name != "tuned"}
     tuned = _tuned_values(kind, options_type, words["tuned"]) if "tuned" in words else {}
-    return options_type(**{**defaults, **tuned, **given})
+    options = options_type(**{**defaults, **tuned, **given})
+    known = "max_nodes" in {**defaults, **given}  # else --max_nodes is not read yet
+    if known and isinstance(options, TreeOptions) and given.get("k", 0) > options.max_nodes:
+        raise ValueError(
+            f"a draft of k={given['k']} tokens has as many nodes; got max_nodes={options.max_nodes}; lower k, or raise "
+            f"--max_nodes, for this drafter alone with max_nodes={given['k']}"
+        )
+    return options
 
 
 def _value(name: str, hint: Any, text: str) -> Any:

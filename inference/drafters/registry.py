@@ -2,8 +2,8 @@
 
 `ctc=RUN/head`, `ctc_raw=RUN/head,tree=raw`, `draft_model=DIR`, `ngram`, `ngram,k=9`, `long=ngram,k=12`: a name,
 then the path to load and the options. A kind that is left out is the name, if that is the kind of a drafter without a
-head; else it is read from the head's checkpoint, or is `draft_model` for a local folder of a causal language model. A
-name alone is a drafter that loads nothing.
+head; else it is read from the head's checkpoint, or is `draft_model` for a causal language model. A name alone is a
+drafter that loads nothing.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from transformers.utils import cached_file
+
+from draft_heads.data.common.pretrained import MAY_BE_MISSING
 from draft_heads.heads.checkpoint import read_config
 
 _BEFORE_PATH = re.compile(r"(?:\w+=)?(?:\w+:)?")  # of a field: `tuned=` or `via=`, `KIND:`
@@ -53,8 +56,9 @@ def is_loadable(path: str) -> bool:
 
 
 def kind_at(path: str) -> str:
-    """The kind of the head in a folder, or `draft_model` for a causal language model."""
-    config = Path(path) / "config.json"
-    if config.is_file() and re.search(r'"model_type"\s*:', config.read_text(encoding="utf-8")):
-        return "draft_model"
+    """The kind of the head at a folder or hub id, or `draft_model` for a causal language model."""
+    with suppress(OSError, ValueError):  # a folder that is not there and no hub id either: `read_config` says so
+        config = cached_file(path, "config.json", **MAY_BE_MISSING)
+        if config is not None and re.search(r'"model_type"\s*:', Path(config).read_text(encoding="utf-8")):
+            return "draft_model"
     return str(read_config(path)["kind"])

@@ -114,7 +114,8 @@ class _StopRule(StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """[1] bool."""
-        self.stopper.extend(self.answer, [int(input_ids[0, -1])], [-1])
+        if not self.answer.finish_reason:  # on some devices transformers asks once more than it writes
+            self.stopper.extend(self.answer, [int(input_ids[0, -1])], [-1])
         return input_ids.new_full((1,), bool(self.answer.finish_reason), dtype=torch.bool)
 
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draft_heads.data.text.json_rows import RepeatedKey, parse_json
 from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.generation import ContextError
-from draft_heads.inference.serving.errors import APIError, add_error_handlers
+from draft_heads.inference.serving.errors import CLIENT_LEFT, APIError, add_error_handlers
 from draft_heads.inference.serving.forms import ChatForm, CompletionForm, Form, event
 from draft_heads.inference.serving.prometheus import ServerMetrics
 from draft_heads.inference.serving.requests import (
@@ -31,8 +31,6 @@ from draft_heads.inference.serving.requests import (
     unusable,
 )
 from draft_heads.inference.serving.worker import Job, Piece, Worker
-
-CLIENT_LEFT = 499  # nginx's status for a client that disconnected; nobody receives it
 
 
 class CountedApp(FastAPI):

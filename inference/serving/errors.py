@@ -9,10 +9,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from draft_heads.inference.serving.fields import BROKEN_RULE, shown
 
 logger = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+"""nginx's status for a client that disconnected; nobody receives it."""
 
 
 class APIError(Exception):
@@ -63,6 +67,10 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
         return APIError(error.status_code, str(error.detail)).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_LEFT)
 
     @app.exception_handler(Exception)
     async def internal(_: Request, error: Exception) -> Response:

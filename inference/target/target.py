@@ -31,7 +31,7 @@ from draft_heads.inference.target.loading import LESS_MEMORY, load_model, target
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
-from draft_heads.inference.target.weights import WeightsSeen, merge_weights, take_in_changes
+from draft_heads.inference.target.weights import WeightsSeen, look_again, merge_weights
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,6 @@ class Target:
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
         self.split = any(sharded.is_split(p) for p in self.embedding.parameters())
-        self.parameters = sum(sharded.size_of(p) for p in model.parameters())
         if self.split:
             self.embedding = sharded.whole_copy(self.embedding)
             model.set_output_embeddings(sharded.whole_copy(model.get_output_embeddings()))
@@ -143,7 +142,7 @@ class Target:
     def refresh(self) -> None:
         """Notice what happened to the model's weights since they were merged; whoever begins an answer calls it.
 
-        ValueError for changes that what was made for the old weights cannot follow.
+        ValueError for dropout, and for changes that what was made for the old weights cannot follow.
         """
         if self._whole is not None:
             whole, skipped = self._whole
@@ -155,8 +154,7 @@ class Target:
             for cached in ("end_token_ids", "renderer", "scaffold"):
                 self.__dict__.pop(cached, None)
         with TRYING:
-            if self.seen is not None and not self.seen.still_in(self.model):
-                take_in_changes(self)
+            look_again(self)
 
     @property
     def fused(self) -> FusedDecoder | None:
@@ -299,13 +297,6 @@ class Target:
     @cached_property
     def _weights_hashes(self) -> dict[str, str]:
         return weights_hashes(self.decoder, self.lm_head, whole=sharded.whole)
-
-    @property
-    def values_in_memory(self) -> int:
-        """Weights that this process holds at once, about: its share, or only what heads read if nothing is run."""
-        if self.runs:
-            return self.parameters // (torch.distributed.get_world_size() if self.split else 1)
-        return sum(p.numel() for p in {*self.embedding.parameters(), *self.lm_head.parameters()})
 
     # what draft heads and labels need
     view, drafting_view, whole_layers, label = views.view, views.drafting_view, views.whole_layers, labels.label

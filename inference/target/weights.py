@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class WeightsSeen:
     """What a model held when it was looked at; looking again copies nothing from a GPU.
 
-    Compared are the modules, their forwards with the hooks on them and the parameters themselves, the parameters'
+    Compared are the modules, their forwards with the hooks on them, the parameters and buffers themselves, their
     addresses and the counters of their updates, the window, and the numbers that modules and logits are computed with.
     An update through `.data` changes none of these, so in float32 on a CPU, where the decoder holds copies, about one
     value of each row is compared too: of [N, K] those at 0, K+1, 2(K+1), … of all. Elsewhere the decoder reads the
@@ -51,8 +51,8 @@ class WeightsSeen:
 
 
 def _held(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Every module, its forward, hook and parameter of a model; its window and types of layers, the numbers of its
-    logits, every number that a module keeps, every parameter's counter of updates and address."""
+    """Every module, its forward, hook, parameter and buffer of a model; its window and types of layers, the numbers of
+    its logits, every number that a module keeps, every parameter's and buffer's counter of updates and address."""
     held: list[Any] = []
     own: Any = model.config
     config = own.get_text_config(decoder=True)
@@ -65,20 +65,32 @@ def _held(model: nn.Module) -> tuple[list[Any], list[Any]]:
             continue
         held += [module, type(module).forward, *forward_hooks(module)]
         numbers += [value for value in vars(module).values() if type(value) is float]  # as factors of scores
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                held.append(parameter)
-                numbers.append(_updates(parameter))
+        for tensor in (*module._parameters.values(), *(() if _remakes_buffers(module) else module._buffers.values())):
+            if tensor is not None:
+                held.append(tensor)
+                numbers.append(_updates(tensor))
                 # a quantised weight, of a class of its own, may have no address
-                numbers.append(parameter.data_ptr() if type(parameter) is nn.Parameter else 0)
+                numbers.append(tensor.data_ptr() if type(tensor) in (nn.Parameter, Tensor) else 0)
         waiting += module._modules.values()
     return held, numbers
 
 
-def _updates(parameter: Tensor) -> int:
+def _remakes_buffers(module: nn.Module) -> bool:
+    """Whether a module's forward itself sets its buffers: rotary frequencies that follow the length of the text."""
+    rope_type = getattr(module, "rope_type", None)  # of a module with several a dict
+    return any(word in str(rope_type) for word in ("dynamic", "longrope"))
+
+
+def drops_out(module: nn.Module) -> bool:
+    """Whether a module sets values to 0 at random now."""
+    p = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "attention_dropout", 0.0)
+    return module.training and isinstance(p, float) and p > 0
+
+
+def _updates(tensor: Tensor) -> int:
     """How often it was written to in place; 0 where torch does not count: tensors that were made in inference mode."""
     try:
-        return parameter._version
+        return tensor._version
     except RuntimeError:
         return 0
 
@@ -106,6 +118,16 @@ def merge_weights(target: Target) -> None:
             target._fused = None
         if target.seen is not None:
             target.seen = WeightsSeen(target.model)  # merging moves weights
+
+
+def look_again(target: Target) -> None:
+    """Take in changes of the model, if there are any; ValueError for one that drops values out now."""
+    if any(map(drops_out, target.model.modules())):
+        raise ValueError(
+            f"a target's tokens are those without dropout; {target.name} is in training mode; call model.eval()"
+        )
+    if target.seen is not None and not target.seen.still_in(target.model):
+        take_in_changes(target)
 
 
 def take_in_changes(target: Target) -> None:

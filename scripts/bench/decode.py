@@ -42,6 +42,7 @@ from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.steps import StepRunner
+from draft_heads.inference.target.sizes import weights_per_token
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.decoding_options import (
@@ -223,9 +224,7 @@ def eta_bound(target: Target, head: Any) -> float:
 
     A forward over one row reads all weights but the embedding's other rows.
     """
-    tied = target.lm_head.weight is target.embedding.weight
-    read = target.parameters - (0 if tied else target.embedding.weight.numel())
-    return round(1 / (1 + head.weights_read() / read), 3)
+    return round(1 / (1 + head.weights_read() / weights_per_token(target)), 3)
 
 
 @torch.inference_mode()

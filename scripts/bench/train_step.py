@@ -38,6 +38,7 @@ from torch import Tensor
 from draft_heads.configs.options import add_threads, option_names, use_threads
 from draft_heads.configs.recipes import load_recipe, size_class
 from draft_heads.data.collate import row_lengths
+from draft_heads.data.common.model_sizes import count_parameters
 from draft_heads.heads import attention, base
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, head_classes
@@ -48,7 +49,6 @@ from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import in_turn, ratio
 from draft_heads.scripts.decoding_options import check_positive, script_parser
 from draft_heads.train.batches import TokenBatches
-from draft_heads.train.memory import count_parameters
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_data import load_data
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
@@ -263,6 +264,9 @@ def test_a_model_of_other_tokens_is_refused(tiny, llama, tmp_path):
     small_model(vocabulary=tiny.config.vocab_size).model.save_pretrained(tmp_path)
     assert build_drafter(DrafterSpec.parse(f"draft_model={tmp_path}"), tiny).max_depth == 5
     other = Target.from_pretrained(TINY, device="cpu")
+    other.tokenizer.eos_token, other.tokenizer.bos_token = "a", "b"  # as of a base model beside its fine-tune
+    assert tokenizer_hash(other.tokenizer) != tokenizer_hash(tiny.tokenizer)
+    assert build_drafter(DrafterSpec.parse(f"draft_model={tmp_path}"), other).max_depth == 5
     other.tokenizer.add_tokens(["brandnew"])
     with pytest.raises(ValueError, match=r"has the tokenizer .* against the target's"):
         build_drafter(DrafterSpec.parse(f"draft_model={tmp_path}"), other)

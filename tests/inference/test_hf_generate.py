@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_assisted import _Rounds, hf_engine
-from draft_heads.inference.evaluation.hf_generate import HFGenerate, stop_length
+from draft_heads.inference.evaluation.hf_generate import HFGenerate, _StopRule, stop_length
 from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
+from draft_heads.inference.generation import ContextError, Generation, GenerationSettings, Stopper
 from tests.inference.models import load_target, make_prompts
 
 TOKENIZER = SimpleNamespace(
@@ -193,3 +193,11 @@ def test_stop_strings_need_a_tokenizer(target, prompt):
     bare = SimpleNamespace(model=target.model, tokenizer=None, device="cpu", max_positions=256)
     with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
         HFGenerate(bare).generate(prompt, GenerationSettings(4, stop_strings=("x",)))
+
+
+def test_a_rule_that_is_asked_once_more_after_the_end_adds_nothing(target, prompt):
+    """As transformers does on devices where it reads the end one step late."""
+    answer, settings = Generation(), GenerationSettings(2, ())
+    rule = _StopRule(Stopper(settings, target, 2), answer)
+    told = [bool(rule(torch.tensor([[*prompt, *range(5, 6 + step)]]), None)) for step in range(3)]
+    assert told == [False, True, True] and answer.tokens == [5, 6]

@@ -9,6 +9,7 @@ import torch
 
 from draft_heads.data.fingerprint import weights_hashes
 from draft_heads.heads.checkpoint import load_head
+from draft_heads.inference.drafters import words as words_module
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import (
@@ -107,11 +108,37 @@ def test_options_that_make_no_sense_are_refused(target, checkpoint, options, tol
         ),
         ("both=ngram+lookahead,max_nodes=7", "n=5 needs at least 8 nodes .* got max_nodes=7; raise it"),
         ("both=ngram,depth=3+prompt_lookup,depth=9", "gives depth=3 and depth=9; a hybrid has one"),
+        ("ngram,k=12,max_nodes=8", "a draft of k=12 tokens has as many nodes; got max_nodes=8; lower k, or raise"),
     ],
 )
 def test_mistakes_in_a_drafter_are_found_before_a_target_is_loaded(words, told):
     with pytest.raises(ValueError, match=told):
         DrafterSpec.parse(words)
+
+
+def test_a_draft_longer_than_the_budget_that_was_asked_for_is_refused_and_a_default_is_cut(target):
+    for words in ("ngram,k=12", "prompt_lookup,k=12", "self_speculative,k=12"):
+        with pytest.raises(ValueError, match=r"k=12 .* max_nodes=8; .* for this drafter alone with max_nodes=12"):
+            build_drafter(DrafterSpec.parse(words), target, 8)
+    for words, longest in (("ngram,k=12,max_nodes=12", 12), ("ngram", 4)):
+        assert build_drafter(DrafterSpec.parse(words), target, 4).max_depth == longest
+    assert build_drafter(DrafterSpec.parse("ngram,k=40"), target, 64).max_depth == 40
+
+
+@pytest.mark.parametrize(("config", "kind"), [({"model_type": "llama"}, "draft_model"), ({"kind": "ctc"}, "ctc")])
+def test_the_kind_of_what_a_hub_id_names_is_read_from_its_config_alone(tmp_path, monkeypatch, config, kind):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = []
+
+    def cached_file(source, name, **_):
+        asked.append((source, name))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(words_module, "cached_file", cached_file)
+    monkeypatch.setattr(words_module, "read_config", lambda source: config)
+    spec = DrafterSpec.parse("small=someone/model")
+    assert [(part.kind, part.path) for part in spec.parts] == [(kind, "someone/model")]
+    assert set(asked) == {("someone/model", "config.json")}
 
 
 @pytest.mark.parametrize("kind", HEAD_DRAFTERS)

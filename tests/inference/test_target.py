@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from draft_heads.inference.target import sharded
+from draft_heads.inference.target.sizes import bytes_in_memory
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, save_target, template
 
@@ -160,4 +161,4 @@ def test_of_a_target_that_is_not_run_only_what_heads_read_is_converted(tmp_path,
     view = target.view()
     assert {view.embedding.weight.dtype, view.lm_head_weight.dtype, target.dtype} == {lent}
     assert target.fingerprint() == whole
-    assert target.values_in_memory == 2 * 300 * 32
+    assert bytes_in_memory(target) == 2 * 300 * 32 * lent.itemsize

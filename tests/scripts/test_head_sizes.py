@@ -4,9 +4,10 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 from draft_heads.configs.recipes import SHAPES, load_recipe
+from draft_heads.data.common.model_sizes import count_parameters, weights_read_per_step
 from draft_heads.heads.checkpoint import HEADS
 from draft_heads.scripts.head_sizes import memory_table, sizes, table
-from draft_heads.train.memory import count_parameters, make_head, training_memory, weights_read_per_step
+from draft_heads.train.memory import make_head, training_memory
 
 
 def test_the_sizes_of_a_small_shape_by_hand():

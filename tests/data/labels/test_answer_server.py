@@ -1,5 +1,6 @@
 """Answers from a /v1/completions server: a stub on 127.0.0.1 that serves a tiny target, and stubs that misbehave."""
 
+import http.client
 import io
 import json
 import os
@@ -329,3 +330,21 @@ def test_what_a_server_writes_behind_an_end_token_that_it_does_not_know_is_left_
     with serving(lambda request: {"token_ids": [9, 2, 7, 8], "finish_reason": "length"}) as url:
         (answer,) = in_order(stub_server(url, cut_loops=True), [[1]], [4])
     assert (answer.tokens, answer.finish) == ([9, 2], "end")
+
+
+def test_an_error_whose_text_breaks_off_is_repeated_as_any_other(monkeypatch):
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.0,))
+
+    def cut_off():
+        raise http.client.IncompleteRead(b"Bad Gat", 20)
+
+    broken = urllib.error.HTTPError("u", 502, "Bad Gateway", {}, io.BytesIO(b""))
+    broken.read = cut_off
+
+    def urlopen(request, timeout):
+        raise broken
+
+    server = stub_server("http://127.0.0.1:9/v1", model_name="stub")
+    monkeypatch.setattr(answer_server.urllib.request, "urlopen", urlopen)
+    with pytest.raises(ValueError, match=r"cannot be used \(status 502: Bad Gateway \(IncompleteRead\)\); is the"):
+        server._call("/x", {})

@@ -1,11 +1,13 @@
 """Bodies of requests whose JSON a parser would take in silence, or fail on."""
 
 import json
+import socket
+import time
 
 import httpx
 import pytest
 
-from tests.inference.serving.served import KEY
+from tests.inference.serving.served import KEY, metrics
 
 ASKED = {"role": "user", "content": "4"}
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -29,3 +31,22 @@ def test_a_key_that_a_body_has_twice_is_refused_by_name(served, path, encoding):
 def test_a_body_that_is_nested_too_deeply_is_the_clients_error(served, body):
     bad = httpx.post(f"{served[2]}/v1/completions", content=body, headers=HEADERS)
     assert (bad.status_code, bad.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_client_that_leaves_before_its_body_has_come_is_no_failure_of_the_server(served):
+    address = httpx.URL(served[2])
+    before = metrics(served[2])
+    with socket.create_connection((address.host, address.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 500\r\n\r\n"
+        connection.sendall(head.encode() + b'{"model"')
+        time.sleep(0.3)
+    deadline = time.monotonic() + 20
+    while (gained := gains(before, metrics(served[2]))) == {} and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert gained == {'draft_heads_requests_total{path="/v1/completions",status="499"}': 1.0}
+
+
+def gains(before, after):
+    """By how much the counters of answered completions have risen, by status."""
+    of_completions = 'requests_total{path="/v1/completions"'
+    return {n: v - before.get(n, 0) for n, v in after.items() if of_completions in n and v > before.get(n, 0)}

@@ -1,0 +1,32 @@
+"""How large a target is: its parameters, the work of a token, its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from draft_heads.data.common import model_sizes
+from draft_heads.inference.target import sharded
+
+Target = Any  # a `target.Target`
+
+
+def parameters(target: Target) -> int:
+    """Of the whole model; of one whose weights are packed those of its config, in which they have their shapes."""
+    if hasattr(target.model.config, "quantization_config"):
+        return model_sizes.count_parameters(target.model.config)
+    return sum(sharded.size_of(p) for p in target.model.parameters())
+
+
+def weights_per_token(target: Target) -> int:
+    """Weights that the forward of a token multiplies with: of experts those of one token, and no embedding."""
+    return model_sizes.weights_read_per_step(target.model.config)
+
+
+def bytes_in_memory(target: Target) -> int:
+    """What this process holds of the model at once, about: its share, or only what heads read if nothing is run."""
+    held = target.model if target.runs else nn.ModuleList([target.embedding, target.lm_head])
+    each = [sharded.size_of(p) * p.element_size() for p in (*held.parameters(), *held.buffers())]
+    return sum(each) // (torch.distributed.get_world_size() if target.split else 1)
