@@ -30,6 +30,11 @@ class HeadTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore
     recipe: str = field(default="", init=False)  # YAML of what it was made from, kept in the run's folder
     own_intervals: set[str] = field(default_factory=lambda: set(INTERVALS), init=False)  # those that no recipe chose
 
+    def __post_init__(self) -> None:
+        if self.torch_compile and self.tf32 is None:
+            self.tf32 = False  # transformers would turn it on, which rounds the products of float32
+        super().__post_init__()
+
 
 class TrainerParser(OptionParser, HfArgumentParser):
     """transformers' parser of dataclasses, its errors without the usage of some hundred flags."""

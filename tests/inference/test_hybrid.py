@@ -380,6 +380,14 @@ def test_one_part_is_no_hybrid(llama):
         HybridDrafter([("ngram", NgramDrafter())], llama)
 
 
+def test_levels_of_a_head_that_overflowed_are_the_least_likely():
+    """Their log-probabilities are no numbers; the text goes on, without them where others are likelier."""
+    source = LevelSource()
+    source.set([[[5, 7]], [[math.nan, math.nan]]])
+    (proposed,) = source._levels
+    assert proposed == {5: (-8, math.exp(-30), None), 7: (-8, math.exp(-30), None)}
+
+
 @pytest.mark.parametrize("second", ["prompt_lookup,k=3", "ngram"])
 def test_a_window_deepens_no_draft(target, second):
     """Lookahead's window has rows that are deeper than any phrase; they are no drafts."""

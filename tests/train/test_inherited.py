@@ -16,7 +16,7 @@ from draft_heads.heads.chimera import ChimeraConfig
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.inherited import DECIDE, EVALUATE, FREE, NO_EFFECT, READ, REFUSED
 from draft_heads.train.options import RunOptions, TrainingOptions
-from draft_heads.train.training_arguments import parse_options, transformers_help
+from draft_heads.train.training_arguments import HeadTrainingArguments, parse_options, transformers_help
 from tests.train.runs import run
 
 TARGET = "tests/tiny_target"
@@ -281,3 +281,14 @@ def test_a_metric_that_is_not_measured_is_refused_before_anything_is_loaded(caps
         training = parse_options(CTCConfig, [*GIVEN, *patient, "--metric_for_best_model", good])[2]
         assert training.greater_is_better is more_is_better and training.load_best_model_at_end
     assert parse_options(CTCConfig, [*GIVEN, *patient])[2].metric_for_best_model == "eval_loss"
+
+
+@pytest.mark.parametrize(("asked", "last"), [({}, None), ({"torch_compile": True}, False)])
+@pytest.mark.parametrize("tf32", [None, True, False])
+def test_compiling_does_not_round_the_products_of_float32(tmp_path, monkeypatch, asked, last, tf32):
+    """transformers turns TF32 on with --torch_compile; only --tf32 does so here."""
+    said = []
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", said.append)
+    HeadTrainingArguments(str(tmp_path), report_to=[], use_cpu=True, tf32=tf32, **asked)
+    assert (said[-1] if said else None) == (last if tf32 is None else tf32)

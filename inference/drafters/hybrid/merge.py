@@ -32,6 +32,11 @@ UNLIKELY = log(0.01)  # a level's tokens of a lower log-probability are not prop
 OTHER = 99  # entry of a token that a source does not propose where it proposes others
 
 
+def _probability(log_prob: float) -> float:
+    """At most 1; NaN, as of states that overflowed, is the least."""
+    return exp(min(log_prob, 0.0)) if log_prob > LEAST else exp(LEAST)
+
+
 class Source(Protocol):
     """Proposes what may follow a node."""
 
@@ -67,7 +72,7 @@ class TreeSource:
         for node, (token, parent, log_prob, may) in enumerate(zip(self.tokens, self.parents, log_probs, candidate)):
             if may:
                 gap = log_prob - (log_probs[parent] if parent >= 0 else 0.0)
-                prior = exp(min(gap, 0.0)) if gap > LEAST else exp(LEAST)  # −inf − −inf is nan: not above LEAST
+                prior = _probability(gap)  # −inf − −inf is NaN
                 self._children[parent + 1][token] = confidence(prior), prior, node
 
     def proposals(self, place: int | None, depth: int, context: Context) -> tuple[Proposals, Hashable]:
@@ -94,7 +99,7 @@ class LevelSource:
             for token, log_prob in zip(tokens, log_probs):
                 if proposed and log_prob < UNLIKELY:
                     break
-                prior = exp(max(log_prob, LEAST))
+                prior = _probability(log_prob)
                 proposed[int(token)] = confidence(prior), prior, None
             self._levels.append(proposed)
 
