@@ -7,8 +7,10 @@ where a model of 135M parameters then decodes at two thirds of its speed; spinni
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 POLICY = "OMP_WAIT_POLICY"
@@ -19,7 +21,7 @@ FREE = 0.8
 def choose_wait_policy(arguments: Sequence[str]) -> None:
     """Let threads sleep while they wait, unless the user has chosen or there is an idle core for each of them.
 
-    arguments: the command line, of which `--threads` counts
+    arguments: the command line, of which `--threads` counts, or that of its `--config` file
     """
     threads = _threads(arguments)
     if threads > 1 and POLICY not in os.environ and (_several_processes() or free_cores() < FREE * threads):
@@ -59,9 +61,16 @@ def _several_processes() -> bool:
 
 
 def _threads(arguments: Sequence[str]) -> int:
-    """The threads that this process will compute with: `--threads`, or OpenMP's choice."""
+    """The threads that this process will compute with: `--threads`, also of a `--config` file, or OpenMP's choice."""
     words = [part for word in arguments for part in word.split("=", 1)]
-    asked = next((words[i + 1] for i, word in enumerate(words[:-1]) if word == "--threads"), "0")
+    after = dict(pairwise(words))
+    asked = after.get("--threads") or _threads_in(Path(after.get("--config", "")))
     given = int(asked) if asked.isdecimal() else 0
     cores = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return given or (int(cores) if cores.isdecimal() else 0) or os.cpu_count() or 1
+
+
+def _threads_in(file: Path) -> str:
+    """`threads` of a YAML file, read without a parser; "" where there is none."""
+    found = re.search(r"^threads:\s*(\d+)", file.read_text(errors="replace"), re.MULTILINE) if file.is_file() else None
+    return found[1] if found else ""

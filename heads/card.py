@@ -162,7 +162,7 @@ def trained(provenance: dict[str, Any]) -> str:
 
 
 def trained_for(provenance: dict[str, Any]) -> str:
-    """The steps, and the minutes where the schedule counted them."""
+    """The steps, and the minutes that they took."""
     steps, minutes = provenance.get("steps", 0), provenance.get("minutes", 0)
     return f"{steps:,} steps" + (f" in {minutes:g} minutes" if minutes else "")
 

@@ -75,7 +75,7 @@ class BatchEngine:
         answers = [found[index] for index in range(len(ids))]
         tokens = max(1, sum(len(answer.tokens) for answer in answers))  # a stop rule may take back all
         for answer in answers:
-            answer.seconds = run.clock.seconds(len(answer.tokens) / tokens)
+            answer.seconds = run.clock.seconds(self.target.device, len(answer.tokens) / tokens)
         return answers
 
     def _ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:

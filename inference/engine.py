@@ -168,7 +168,7 @@ class DecodingEngine:
 
             # 4. Add the tokens up to the end of the answer.
             added = stopper.extend(result, new, sources)
-            result.seconds = text.clock.seconds()
+            result.seconds = text.clock.seconds(target.device)
             text.clock.lap("other")
             yield added
             text.clock.lap("other")
@@ -176,5 +176,5 @@ class DecodingEngine:
                 for surplus in pending:  # wait for the surplus step before the next prompt starts
                     surplus.read()
                 text.clock.lap("verify")
-                result.seconds = text.clock.seconds()
+                result.seconds = text.clock.seconds(target.device)
                 return

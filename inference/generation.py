@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from transformers import LogitsProcessorList
 
 from draft_heads.configs.options import check_number, check_whole
@@ -106,7 +107,7 @@ class Generation:
     tokens          new tokens, EOS included
     accept_lengths  new tokens of each target step (base token included); the prefill's single token comes first
     sources         which drafter proposed each token, an index into the drafter's `sources`; −1: the target itself
-    seconds         wall seconds by part: draft, verify, accept, other, and their sum total
+    seconds         wall seconds by part: draft, verify, accept, other, and their sum total; on a GPU total alone
     finish_reason   "eos", "length", "stop" or "context"
     step_nodes      nodes of the tree of each step after the prefill; empty where its verification is not timed alone
     step_seconds    seconds of each of these verifications, until the host has the step's tokens
@@ -145,7 +146,7 @@ class Generation:
 
 
 class Clock:
-    """Splits wall time into named parts; with a GPU it measures the host, which waits for the GPU in `accept`."""
+    """Splits the host's time into named parts."""
 
     def __init__(self) -> None:
         self.parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "other": 0.0}
@@ -163,10 +164,11 @@ class Clock:
         before, self._verified = self._verified, self.parts["verify"] + self.parts["accept"]
         return self._verified - before
 
-    def seconds(self, share: float = 1.0) -> dict[str, float]:
-        """A share of every part, and their sum as `total`."""
-        parts = {**self.parts, "total": sum(self.parts.values())}
-        return {part: share * spent for part, spent in parts.items()}
+    def seconds(self, device: torch.device, share: float = 1.0) -> dict[str, float]:
+        """A share of every part, and their sum as `total`; of a device that computes beside the host the sum alone: the
+        host starts the parts of a step and waits for all of them in `accept`."""
+        parts = self.parts if device.type == "cpu" else {}
+        return {part: share * spent for part, spent in {**parts, "total": sum(self.parts.values())}.items()}
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]

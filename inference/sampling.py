@@ -33,7 +33,8 @@ def uniform(seed: int, positions: Tensor, count: int) -> Tensor:
     columns = torch.arange(1, count + 1, device=positions.device)
     row = _splitmix64(_splitmix64(positions * _GOLDEN + seed) + _GOLDEN)
     mixed = _splitmix64(row[:, None] + columns * _GOLDEN)
-    return (((mixed >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53
+    shares = (((mixed >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53
+    return shares.clamp_(max=1 - 2.0**-53)  # the largest is rounded to 1, whose noise is infinite
 
 
 def gumbel(seed: int, positions: Tensor, count: int) -> Tensor:

@@ -5,7 +5,7 @@
 | format | heads | read by |
 | --- | --- | --- |
 | vllm-medusa | Medusa | vLLM up to 0.32 |
-| tgi-medusa | Medusa | TGI (archived), FasterDecoding's Medusa |
+| tgi-medusa | Medusa | TGI (archived) |
 | eagle3 | EAGLE-3 | vLLM, SGLang, llama.cpp's converter |
 | speculators | EAGLE-3 | vLLM |
 

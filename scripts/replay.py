@@ -8,7 +8,7 @@ answer gives the hidden states that heads read.
     python scripts/replay.py --answers runs/report/answers/vanilla.jsonl --target NAME --questions mt_bench.jsonl \\
         --drafters ctc=runs/ctc/head hybrid=ctc:runs/ctc/head+ngram --max_nodes 8 --output runs/replay
 
-A prompt is the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
+A prompt is the conversation so far in the tokenizer's chat template; a --tokenizer without one takes Vicuna's. Without
 --questions the prompt is only the earlier answers of the conversation. The answers are replayed in the order of the
 file, so a drafter that keeps earlier texts (keep=1) profits from them. Writes report.html,
 report.md, report.json and accepted_length.png to --output.

@@ -75,7 +75,7 @@ class RowBatches(BatchSampler):
 
 
 class TokenBatches(BatchSampler):
-    """Batches of at most `tokens` tokens, padding included.
+    """Batches of at most `tokens` tokens, padding included (one that is a single row may be padded beyond).
 
     Rows are sorted by a slightly disturbed length and cut into batches whose sizes are fixed once, so that every epoch
     has the same number of batches; their order is random. Example: lengths 8, 8, 16, 16, 16 with 36 tokens give the

@@ -26,10 +26,12 @@ def make_head(config: Any, kind: str, settings: dict[str, Any]) -> DraftHead:
         return head_type(config_type(**target_sizes(config), **settings))
 
 
-def training_memory(config: Any, kind: str, recipe: dict[str, Any]) -> dict[str, float]:
+def training_memory(config: Any, kind: str, recipe: dict[str, Any], shared: int = 1) -> dict[str, float]:
     """GiB on each GPU by part, and in all by ZeRO stage on 8 GPUs: target, head, activations, zero0 … zero3.
 
-    An estimate: the target in 16 bits, whole on every GPU; 16 bytes for each parameter of the head (weight and gradient
+    shared: GPUs that the 8 split the target among (--shard_target); 1: it is whole on each
+
+    An estimate: the target in 16 bits; 16 bytes for each parameter of the head (weight and gradient
     in 16 bits, a float32 weight and two Adam moments), of which ZeRO 1 shards 12, ZeRO 2 also the gradients, whose sums
     it has in float32, ZeRO 3 all; at most the activations of one micro-batch, of short conversations with every token
     an anchor; 2 GiB for CUDA.
@@ -54,7 +56,7 @@ def training_memory(config: Any, kind: str, recipe: dict[str, Any]) -> dict[str,
         "head": 16 * parameters / 2**30,
         "activations": 2 * (forward + saved) / 2**30 + 2,
     }
-    fixed = parts["target"] + parts["activations"]
+    on_8 = parts["target"] / shared + parts["activations"]
     for stage, (whole, sharded) in enumerate(((16, 0), (4, 12), (2, 16), (0, 18))):
-        parts[f"zero{stage}"] = fixed + (whole + sharded / 8) * parameters / 2**30
+        parts[f"zero{stage}"] = on_8 + (whole + sharded / 8) * parameters / 2**30
     return parts

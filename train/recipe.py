@@ -74,13 +74,15 @@ class Recipe:
     def memory(self, used: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         """A comment about what training by those settings takes."""
         settings = {**used, **given}
-        memory = training_memory(self.target_config, self.kind, settings)
+        shared = 8 if settings.get("shard_target") else 1
+        memory = training_memory(self.target_config, self.kind, settings, shared)
+        alone = training_memory(self.target_config, self.kind, settings)["zero0"]
         stages = " / ".join(f"{memory[f'zero{stage}']:.0f}" for stage in range(4))
+        held = f"{memory['target']:.0f} GiB, is {'split among the 8' if shared > 1 else 'whole on every GPU'}"
         length = "" if settings.get("max_length") else f", rows of {ASSUMED_LENGTH} tokens"
         text = (
-            f"Memory for {self.target or 'a Llama of about this size'}: {memory['zero0']:.0f} GiB on 1 GPU; {stages} "
-            f"GiB on each of 8 at ZeRO 0 / 1 / 2 / 3 (the target in bfloat16, {memory['target']:.0f} GiB, is whole on "
-            f"every GPU{length})"
+            f"Memory for {self.target or 'a Llama of about this size'}: {alone:.0f} GiB on 1 GPU; {stages} "
+            f"GiB on each of 8 at ZeRO 0 / 1 / 2 / 3 (the target in bfloat16, {held}{length})"
         )
         return fill(text, 120, initial_indent="# ", subsequent_indent="# ")
 

@@ -97,11 +97,13 @@ class Processes:
         written = folder / f"{TOKEN}{name[0]}"
         if self.rank == 0:
             written.touch()
-        self.wait()
-        seen: list[bool | None] = [None] * self.count
-        dist.all_gather_object(seen, written.is_file())
-        if self.rank == 0:
-            written.unlink()
+        try:
+            self.wait()
+            seen: list[bool | None] = [None] * self.count
+            dist.all_gather_object(seen, written.is_file())
+        finally:  # also where another process has died
+            if self.rank == 0:
+                written.unlink()
         if not all(seen):
             raise ValueError(
                 f"{option} must be a folder that all nodes share; what the first process writes to {folder} is not on "

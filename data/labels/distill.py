@@ -5,8 +5,9 @@ heads are trained on; `greedy_ids` [L], the target's own token at each of those 
 elsewhere); when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k `target_layers`.
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn itself,
-greedily; after an answer that does not end, no more is asked (`unasked`). The ids it generates are kept as they are,
-and the next turn's prompt is those ids followed by what the chat template adds after them. Where the template rewrites
+greedily; after an answer that does not end, or that the template refuses, no more is asked (`unasked`). The ids it
+generates are kept as they are, and the next turn's prompt is those ids followed by what the chat template adds after
+them. Where the template rewrites
 earlier turns (it drops thoughts), the turn begins a row of the same id with the prompt as inference has it. A
 conversation with the same user turns as an earlier one would get the same answers: it is left out and counted
 (`repeated`), so that none is trained on twice, or both held out and trained on.
@@ -159,8 +160,9 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
         )
     if unasked := manifest["counts"].get("unasked"):
         logger.warning(
-            "%d questions were not asked: the answer before them ended at --max_new_tokens or in a loop, or the "
-            "conversation had no room in --max_length for another; answers that end are followed by all questions",
+            "%d questions were not asked: the answer before them ended at --max_new_tokens or in a loop, or is refused "
+            "by the chat template, or the conversation had no room in --max_length for another; other answers are "
+            "followed by all questions",
             unasked,
         )
     if without := manifest["counts"].get("without_end"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from draft_heads.data.labels.labeller import Labelled, Labeller, checked_ids
 from draft_heads.data.text.chat_template import tell_of_the_date
 from draft_heads.data.text.conversations import conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -234,8 +237,14 @@ class Distiller:
             prompt = self.renderer.prompt(messages, row.extra) if kept is None else kept
             checked_ids(self.target, prompt, "the conversation")
         except ConversationError as error:
-            self._reject(row, error)
-            yield row
+            if row.ids and self._asks(_with_answer(messages, "a"), row.extra):
+                logger.warning("%s (id %s): no question follows an answer of the target: %s", row.place, row.id, error)
+                self.unasked += 1 + len(row.pending)
+                row.pending = []
+                yield from self._finished(row)
+            else:
+                self._reject(row, error)
+                yield row
             return
         if len(prompt) >= self.max_length:
             self.unasked += 1 + len(row.pending)
@@ -249,6 +258,14 @@ class Distiller:
             row.ids, row.mask = [], []
         row.text, row.labelled = text, None
         asked.append((row, prompt))
+
+    def _asks(self, messages: Messages, extra: dict[str, Any]) -> bool:
+        """Whether a conversation can be asked its last question."""
+        try:
+            checked_ids(self.target, self.renderer.prompt(messages, extra), "the conversation")
+        except ConversationError:
+            return False
+        return True
 
     def _finished(self, row: Row) -> Iterator[Row]:
         """The row, skipped where nothing of it can be trained on; none where nothing can but in earlier turns."""

@@ -14,7 +14,8 @@ _NUMBER = re.compile(
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<!\d)\.\d+)"
 )
 _LEAD = re.compile(
-    r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?|(?:[^\W\d_]+[ \t]*){0,4}[:=])?[\s*_`$\\{]*",
+    r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?|"
+    r"(?:[^\W\d_]++(?:[ \t]++[^\W\d_]++){0,3}[ \t]*+)?[:=])?[\s*_`$\\{]*",
     re.IGNORECASE,
 )
 _THOUSANDS = re.compile(
@@ -41,9 +42,12 @@ _TOKEN = re.compile(
     r"|(?:plus|minus|times|of|at|(?:multiplied|divided) by)\b)"
     r"|(?P<bracket>[()])"
 )
-_DECORATION = r"(?:[\s*_`$\\{}%€£]|boxed\{|\\text\{)*"
-_BEFORE_A_NUMBER = re.compile(rf"{_DECORATION}(?:(?:about|exactly|approximately) )?")
-_AFTER_A_NUMBER = re.compile(rf"{_DECORATION}(?:/?[^\W\d]+{_DECORATION}){{0,3}}")  # `3 red apples`, `2 cups/day`
+_DECORATION = r"(?:boxed\{|\\text\{|[\s*_`$\\{}%€£])"
+_WORD = r"[^\W\d_]++(?:_[^\W\d_]++)*+"
+_BEFORE_A_NUMBER = re.compile(rf"{_DECORATION}*(?:(?:about|exactly|approximately) )?")
+_AFTER_A_NUMBER = re.compile(  # `3 red apples`, `2 cups/day`
+    rf"{_DECORATION}*+(?:/?{_WORD}(?:(?:{_DECORATION}++/?|/){_WORD}){{0,2}}{_DECORATION}*+)?"
+)
 _NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
 
 

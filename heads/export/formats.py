@@ -43,7 +43,7 @@ class Format:
 
 
 _MEDUSA = ("heads", "layers", "hidden_size", "vocab_size", "classes")
-_TGI = "TGI (archived), FasterDecoding's Medusa"
+_TGI = "TGI (archived)"
 _EAGLE = (
     *("target_layers", "hidden_size", "intermediate_size", "vocab_size", "classes", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),

@@ -1,4 +1,4 @@
-"""The form of FasterDecoding's Medusa, which TGI reads; with the sizes that vLLM asks for."""
+"""The tensors of FasterDecoding's Medusa in the file that TGI reads; with the sizes that vLLM asks for."""
 
 from __future__ import annotations
 

@@ -20,11 +20,12 @@ from typing import Any, TextIO
 from urllib.parse import quote
 
 from draft_heads.data.common.files import LOCK, lock_folder, write_text
+from draft_heads.data.common.processes import TOKEN
 from draft_heads.inference.evaluation.made_from import differences
 from draft_heads.inference.generation import Generation
 
 Prompt = tuple[int, ...]
-_OWN = re.compile(r"\.?(run|.+-\d{5,})\.json(\.partial)?")  # a kill leaves partial ones
+_OWN = re.compile(rf"\.?(run|.+-\d{{5,}})\.json(\.partial)?|{re.escape(TOKEN)}.*")  # a kill leaves the last two
 
 
 @dataclass(frozen=True)

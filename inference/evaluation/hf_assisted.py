@@ -90,7 +90,7 @@ class HFAssisted(HFGenerate):
         finally:
             counted.remove()
         clock.lap("verify")
-        answer.seconds = clock.seconds()
+        answer.seconds = clock.seconds(self.target.device)
         return answer
 
 

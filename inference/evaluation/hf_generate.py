@@ -51,7 +51,7 @@ class HFGenerate:
         clock.lap("verify")
         if not criteria:
             stopper.extend(answer, tokens, [-1] * len(tokens))
-        answer.accept_lengths, answer.seconds = [1] * len(answer.tokens), clock.seconds()
+        answer.accept_lengths, answer.seconds = [1] * len(answer.tokens), clock.seconds(self.target.device)
         return answer
 
 

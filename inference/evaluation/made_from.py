@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import cached_file
+
 from draft_heads.data.common.files import checksum, write_text
+from draft_heads.data.common.pretrained import MAY_BE_MISSING
 
 NOTE = "made_from.json"
 _OF_MODELS = (".json", ".safetensors", ".bin", ".npy", ".jinja", ".model", ".txt", ".py")
@@ -16,15 +20,25 @@ _LARGE = 2**30  # bytes
 
 def content_of(source: str | Path, whole: bool = False) -> Any:
     """Checksum of a file (unless `whole` is set, of one of 1 GiB or more its size and time of change), or name →
-    checksum of the files of a model, head or datastore in a folder. What is neither, say a hub id, is named as it is.
+    checksum of the files of a model, head or datastore in a folder. Of a hub id the revision that is loaded now; what
+    is none of these is named as it is.
     """
     path = Path(source)
     if path.is_dir():
         return {file.name: content_of(file, whole) for file in sorted(path.iterdir()) if file.suffix in _OF_MODELS}
     if not path.is_file():
-        return str(source)
+        return _with_revision(str(source))
     about = path.stat()
     return checksum(path) if whole or about.st_size < _LARGE else [about.st_size, about.st_mtime_ns]
+
+
+def _with_revision(source: str) -> str:
+    """`OWNER/NAME@COMMIT` for a hub id that has a config.json; anything else as it is."""
+    if source.count("/") == 1:
+        with suppress(OSError, ValueError):  # no hub id, or none that may be read
+            if (config := cached_file(source, "config.json", **MAY_BE_MISSING)) is not None:
+                return f"{source}@{Path(config).parent.name}"
+    return source
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:

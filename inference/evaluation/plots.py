@@ -25,6 +25,7 @@ BASELINE_GREYS = {"vanilla": "#8c8c8c", "transformers": "#bfbfbf"}
 DRAFTER_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442")
 TIME_COLOURS = {"draft": "#e69f00", "verify": "#0072b2", "accept": "#009e73", "other": "#c8c8c8"}
 TIME_LABELS = {"draft": "drafting", "verify": "target's forward", "accept": "accepting", "other": "other"}
+UNKNOWN = "not known: a GPU computes beside the host"
 
 
 def speedup(report: Report) -> Figure:
@@ -103,6 +104,8 @@ def time_share(report: Report) -> Figure:
             dark = key in ("verify", "accept")
             axes.bar_label(bars, labels, label_type="center", color="white" if dark else "black", fontsize=8)
             left = [start + share for start, share in zip(left, shares)]
+        if not any(left):
+            axes.text(0.5, 0.5, UNKNOWN, transform=axes.transAxes, ha="center", va="center")
         axes.set_xlabel("share of decoding time")
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))

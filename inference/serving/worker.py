@@ -1,5 +1,4 @@
-"""One engine serves many clients: a thread decodes their requests one after another, so each answer is the one its
-request would get alone."""
+"""One engine serves many clients: a thread decodes their requests one after another, each text by itself."""
 
 from __future__ import annotations
 

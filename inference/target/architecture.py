@@ -105,10 +105,15 @@ def _window(config: Any, name: str) -> int | None:
 
 
 def _positions(config: Any, name: str) -> int:
-    """`max_position_embeddings`; of long-rope models the length at which rotary frequencies change, because those of a
-    longer text are others at every position and cached keys keep the old ones."""
+    """`max_position_embeddings`, or as many as YaRN stretches the original ones to, where a config says fewer; of
+    long-rope models the length at which rotary frequencies change, because those of a longer text are others at every
+    position and cached keys keep the old ones."""
     positions = int(getattr(config, "max_position_embeddings", 2**31))
     for rope in rope_settings(config):
+        if rope.get("rope_type") == "yarn" and (original := rope.get("original_max_position_embeddings")):
+            positions = max(positions, int(original * rope["factor"]))
+        if rope.get("rope_type") == "linear" and rope["factor"] > 1:
+            logger.info(f"{name} has {positions} positions: texts end there, also where its rotary factor reaches on")
         if rope.get("rope_type") == "longrope":
             positions = min(positions, int(rope["original_max_position_embeddings"]))
             logger.info(f"{name} has other rotary frequencies after {positions} tokens: texts end there")

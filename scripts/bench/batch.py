@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from functools import partial
+from math import nan
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
@@ -52,7 +53,7 @@ class CountedBatches:
         answers = self._engine.generate(texts, settings)
         self.answers = [answer.tokens for answer in answers]
         self.beta = sum(map(len, self.answers)) / sum(answer.target_steps for answer in answers)
-        drafting, total = (sum(answer.seconds[part] for answer in answers) for part in ("draft", "total"))
+        drafting, total = (sum(answer.seconds.get(part, nan) for answer in answers) for part in ("draft", "total"))
         self.draft_seconds.append(drafting / max(self.drafts, 1))  # none where the prefill ends every answer
         self.shares.append(drafting / total)
 

@@ -43,6 +43,23 @@ def test_threads_sleep_where_cores_are_not_free_unless_the_user_says_otherwise(
     assert given is None or os.environ[waiting.POLICY] == given
 
 
+@pytest.mark.parametrize(
+    ("written", "command", "threads"),
+    [
+        ("seed: 3\nthreads: 2  # of 16\n", [], 2),
+        ("seed: 3\nthreads: 2\n", ["--threads", "4"], 4),
+        ("data:\n  threads: 2\n", [], 16),
+        ("threads: many\n", [], 16),
+    ],
+)
+def test_threads_of_a_file_count_as_those_of_the_command_line(monkeypatch, tmp_path, written, command, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    (tmp_path / "own.yaml").write_text(written)
+    for words in (["--config", f"{tmp_path}/own.yaml"], [f"--config={tmp_path}/own.yaml"]):
+        assert waiting._threads([*words, *command]) == threads
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux counts a core's idle time")
 def test_a_busy_core_is_not_free(monkeypatch):
     core = min(os.sched_getaffinity(0))

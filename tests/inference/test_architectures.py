@@ -260,3 +260,19 @@ def test_layers_that_give_several_states_of_a_token_are_not_read():
         ValueError, match=r"several states of a token; those of gemma3n_text have shape \[4, 2, 3, 32\]"
     ):
         target.label([[5, 6, 7], [8, 9]], True, [1])
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),  # as model cards say
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 256),  # the config's are more
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "default"}, 256),
+    ],
+)
+def test_yarn_stretches_the_positions_of_a_config_that_has_the_original_ones(rope, positions, caplog):
+    caplog.set_level("INFO")
+    target = Target(_model("qwen2", rope_parameters={"rope_theta": 1e4, **rope}), name="stretched")
+    assert target.max_positions == positions
+    assert ("stretched has 256 positions: texts end there" in caplog.text) == (rope["rope_type"] == "linear")

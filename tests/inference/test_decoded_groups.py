@@ -128,3 +128,13 @@ def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_ba
         drafter.steps += 10
     found = subtract_counts(findings_of(drafters), before)
     assert found == {"h": {"steps": 20, "ratio": 0.5, "parts": {"ngram": {"needed": 40}}}}
+
+
+def test_what_a_run_that_died_at_its_start_left_is_its_own(tmp_path):
+    """The file that shows whether all processes see the folder."""
+    DecodedFolder(tmp_path).folder.mkdir()
+    (tmp_path / "parts" / ".shared-1f3c").touch()
+    DecodedFolder(tmp_path).begin({"limit": 3}, overwrite=False)
+    (tmp_path / "parts" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"it holds notes.txt, which no run wrote"):
+        DecodedFolder(tmp_path).begin({"limit": 3}, overwrite=True)

@@ -5,13 +5,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.evaluation.evaluate import (
     drafter_order,
 )
 from draft_heads.inference.evaluation.metrics import result_rows
-from draft_heads.inference.generation import ContextError, GenerationSettings
+from draft_heads.inference.generation import Clock, ContextError, GenerationSettings
 from tests.inference.stub_engine import (
     QUESTIONS,
     DecodedInMemory,
@@ -120,6 +121,23 @@ def test_beta_counts_every_target_step_and_gamma_compares_seconds_per_token():
     vanilla = table[None, "vanilla"]
     assert (vanilla["beta"], vanilla["gamma"], vanilla["gamma_ci95"]) == (1.0, 1.0, [1.0, 1.0])
     assert vanilla["accept_length_histogram"] == [11]
+
+
+def test_parts_of_a_step_that_cannot_be_timed_apart_have_no_share():
+    """A GPU computes beside the host, which starts a step's parts and waits for all of them in one."""
+    clock = Clock()
+    clock.parts = {"draft": 1.0, "verify": 2.0, "accept": 4.0, "other": 1.0}
+    assert clock.seconds(torch.device("cpu"), 0.5) == {"draft": 0.5, "verify": 1, "accept": 2, "other": 0.5, "total": 4}
+    assert clock.seconds(torch.device("cuda", 1)) == clock.seconds(torch.device("mps")) == {"total": 8.0}
+
+    class OnGPU(StubEngine):
+        def generate(self, prompt_ids, settings):
+            answer = super().generate(prompt_ids, settings)
+            return replace(answer, seconds={"total": answer.seconds["total"]})
+
+    row = rows(run({"vanilla": StubEngine(), "fast": OnGPU(per_step=2, seconds_per_token=0.004)}))[None, "fast"]
+    assert row["time_share"] is None and row["wall_seconds"] == pytest.approx(0.06)
+    assert row["gamma"] == pytest.approx(2.5)
 
 
 def test_speed_over_transformers_is_of_turns_both_answered_and_null_without_it():

@@ -15,6 +15,7 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts import tune_ouroboros
 from draft_heads.scripts.tune_ouroboros import main
 from tests.inference.models import in_slots, make_prompts, small_model
 from tests.inference.trees import check_tree
@@ -240,13 +241,22 @@ def test_the_search_writes_what_the_drafter_loads(tiny, tmp_path, capsys):
     assert f"written: gamma {found['gamma']}, w 4, p {found['p']}, k 3" in told
     for name, grid in (("gamma", (2, 3)), ("w", (4,)), ("p", (3, 4))):
         assert set(found["measured"][name]) == {"0", *map(str, grid)}
-        assert found[name] == min(grid, key=lambda value: found["measured"][name][str(value)]["seconds"])
+        assert found[name] == min(grid, key=lambda value: found["measured"][name][str(value)]["seconds_per_token"])
     drafter = build_drafter(DrafterSpec.parse(f"ouroboros={TINY},tuned={tuned},w=7"), tiny)
     assert (drafter.gamma, drafter.pool.length, drafter.pool.most) == (found["gamma"], found["p"], 7)
     assert main([*command, "--phrases", "1"]) == 2
     assert "--phrases must be at least 2; got 1" in capsys.readouterr().err
     assert main(command) == 2
     assert "tuned.json is there already; name another, or remove it" in capsys.readouterr().err
+
+
+def test_the_search_keeps_what_takes_the_least_time_a_token(tiny, monkeypatch, capsys):
+    """In half precision the answers of one value may end earlier than another's, which takes less time in all."""
+    totals = {0: (90, 90, 1.0), 2: (100, 50, 1.0), 3: (60, 30, 0.7)}  # tokens, steps, seconds
+    monkeypatch.setattr(tune_ouroboros, "time_engines", lambda *_: totals)
+    best, measured = tune_ouroboros.search(tiny, tiny, [[5]], {"gamma": [2, 3]}, GenerationSettings(4))
+    assert best["gamma"] == 2 and measured["gamma"][3] == {"beta": 2.0, "seconds_per_token": pytest.approx(0.7 / 60)}
+    assert "gamma 2    β 2.00  10.00 ms a token  <" in capsys.readouterr().out
 
 
 def test_every_forward_of_the_draft_model_teaches_the_lookahead_inside(llama):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from draft_heads.inference import sampling
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
@@ -223,3 +224,11 @@ def test_an_engine_keeps_what_is_typical_and_goes_on_with_what_the_target_says_b
     for place in range(0, 20, 5):  # each step: the target's own token, then four of the script
         [base] = Oracle(target, GenerationSettings(1)).answer(prompt + result.tokens[:place])
         assert result.tokens[place : place + 5] == [base, *script[place + 1 : place + 5]]
+
+
+def test_the_noise_of_the_largest_number_is_finite(monkeypatch):
+    """One number in 2^53 is rounded to 1, whose noise would be infinite: its token would be drawn whatever it is."""
+    largest = torch.full((1, 1), -1)  # all bits
+    monkeypatch.setattr(sampling, "_splitmix64", lambda x: largest)
+    assert uniform(0, torch.tensor([3]), 1).item() == 1 - 2.0**-53
+    assert gumbel(0, torch.tensor([3]), 1).item() == pytest.approx(36.737, abs=1e-3)

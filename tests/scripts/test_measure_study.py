@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from draft_heads.data.text.benchmarks import load_benchmark
+from draft_heads.inference.evaluation import made_from
 from draft_heads.inference.evaluation.made_from import must_be_made
 from draft_heads.inference.evaluation.studies import read_study
 from draft_heads.inference.target.target import Target
@@ -106,6 +107,28 @@ def test_bytes_that_a_draft_reads_are_those_of_the_type_it_was_decoded_in(tmp_pa
     head.save_pretrained(tmp_path)
     read = {dtype: measure_study.head_facts(tmp_path, dtype)["bytes_read"] for dtype in ("float32", "bfloat16", None)}
     assert read == {"float32": 4 * head.weights_read(), "bfloat16": 2 * head.weights_read(), None: None}
+
+
+def test_a_hub_id_is_compared_by_the_revision_that_is_loaded(tmp_path, monkeypatch):
+    """Its owner may push other weights between two runs."""
+    revision = ["a1"]
+
+    def cached_file(source, name, **_):
+        assert (source, name) == ("someone/head", "config.json")
+        return str(tmp_path / "snapshots" / revision[0] / name) if revision[0] else None
+
+    monkeypatch.setattr(made_from, "cached_file", cached_file)
+    assert made_from.content_of("someone/head") == "someone/head@a1"
+    assert must_be_made(tmp_path, "report.json", {"head": made_from.content_of("someone/head")}, overwrite=False)
+    revision[0] = "b2"
+    with pytest.raises(ValueError, match="head was 'someone/head@a1', now 'someone/head@b2'"):
+        must_be_made(tmp_path, "report.json", {"head": made_from.content_of("someone/head")}, overwrite=False)
+    revision[0] = ""
+    assert [made_from.content_of(word) for word in ("someone/head", "ngram", "a/b/c")] == [
+        "someone/head",
+        "ngram",
+        "a/b/c",
+    ]
 
 
 def test_results_of_something_else_are_not_taken_over(tmp_path):

@@ -47,3 +47,16 @@ def test_files_are_shared_among_the_processes_of_a_node(monkeypatch, environment
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert Processes(5, 8).on_this_node() == node and ALONE.on_this_node() == ALONE
+
+
+def test_the_file_of_a_shared_folder_goes_where_another_process_dies(tmp_path, monkeypatch):
+    processes = Processes(0, 2)
+    monkeypatch.setattr("draft_heads.data.common.processes.dist.broadcast_object_list", lambda *_, **__: None)
+
+    def dies(self):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(Processes, "wait", dies)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        processes.check_shared(tmp_path, "--output")
+    assert list(tmp_path.iterdir()) == []

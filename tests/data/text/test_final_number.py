@@ -1,5 +1,6 @@
 """The final number of an answer, in the forms that models and references write."""
 
+import time
 from decimal import Decimal
 
 import pytest
@@ -130,3 +131,14 @@ def test_number(text, number):
 def test_equal_numbers_are_equal_however_written():
     assert gsm8k_answer("#### 42.00") == gsm8k_answer("so 42.")
     assert gsm8k_answer("I do not know") is gsm8k_answer("1/0") is None
+
+
+@pytest.mark.parametrize(
+    "run", ["a" * 300, "哈" * 300, "3" + "_" * 4000 + "!", "3 " + "ab_" * 2000 + "!", "a b " * 2000]
+)
+def test_a_loop_after_a_mark_is_read_in_time(run):
+    """Words may be cut from a run of letters in as many ways as its length to the power of four."""
+    begun = time.perf_counter()
+    for mark in ("#### ", "\\boxed{"):
+        gsm8k_answer(mark + run)
+    assert time.perf_counter() - begun < 5

@@ -244,6 +244,42 @@ def test_row_the_template_cannot_render_stops_or_is_listed(tmp_path, target):
     assert manifest["counts"]["skipped"] == 1
 
 
+@pytest.mark.parametrize("users", [False, True])
+def test_an_answer_that_the_template_refuses_as_history_ends_its_conversation(
+    target, tmp_path, monkeypatch, caplog, users
+):
+    """As gpt-oss's refuses an answer without a final channel; a question that it refuses is the row's own fault."""
+    turns = [("user", "one"), ("assistant", "x"), ("user", "bad" if users else "two"), ("assistant", "x")]
+    rows = [{"id": "a", "messages": [{"role": role, "content": text} for role, text in turns]}]
+    source = tmp_path / "chat.json"
+    source.write_text(json.dumps(rows))
+    render = ChatRenderer.text
+
+    def refusing(self, messages, add_generation_prompt=False, *more, **options):
+        said = [turn["content"] for turn in messages]
+        if said[0] == "one" and len(said) > 2 and add_generation_prompt and (said[1] != "a" or said[2] == "bad"):
+            raise ConversationError("the chat template refuses the conversation")
+        return render(self, messages, add_generation_prompt, *more, **options)
+
+    loaded = Target.from_pretrained(target, "float32")
+    loaded.model.generation_config.forced_eos_token_id = min(loaded.end_token_ids)  # so that every answer ends
+    monkeypatch.setattr(ChatRenderer, "text", refusing)
+    options = DistillOptions(labels="generate", max_new_tokens=8)
+
+    def run():
+        return distill(loaded, str(source), str(tmp_path / "out"), options, False, False, TargetAnswerer(loaded))
+
+    if users:
+        with pytest.raises(ConversationError, match=r"row 1 \(id a\): the chat template refuses .* set skip_bad_rows"):
+            run()
+        return
+    counts = run()["counts"]
+    (row,) = rows_of(tmp_path / "out")
+    assert sum(row["assistant_mask"]) == 8 and row["greedy_ids"][-1] == min(loaded.end_token_ids)
+    assert (counts["rows"], counts["unasked"], counts["skipped"]) == (1, 1, 0)
+    assert "row 1 (id a): no question follows an answer of the target: the chat template refuses" in caplog.text
+
+
 def test_hidden_states_are_what_the_lm_head_reads(target, source, tmp_path, capsys):
     run_distill(target, source, str(tmp_path / "out"), hidden_states="target")
     assert capsys.readouterr().out.startswith("H=32 float32: 0.125 KiB per token, ")
