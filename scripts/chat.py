@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -48,6 +49,9 @@ from draft_heads.scripts.decoding_options import (
 ACCEPTED = ("bold cyan", "bold green")  # of neighbouring runs
 COMMANDS = {"/drafter": True, "/system": True, "/reset": False, "/help": False, "/quit": False, "/exit": False}
 """Command → whether words may follow it."""
+CUT = {"length": ", cut at --max_new_tokens", "context": ", cut at the end of the context"}
+
+logger = logging.getLogger(__name__)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -133,7 +137,8 @@ class Chat:
     def answer(self, message: str) -> Generator[tuple[list[tuple[str, bool]], Generation], None, None]:
         """Of every target step: its text in parts (text, whether it was drafted), and the answer so far.
 
-        The conversation keeps the message and its answer, also one that was interrupted.
+        The conversation keeps the message and its answer, also one that was interrupted, but for one that the chat
+        template refuses in what follows (gpt-oss's one that ended in its thoughts).
         """
         asked = [*self.messages, {"role": "user", "content": message}]
         result, pieces = Generation(), TextPieces(self.target.tokenizer, scaffold=self.target.scaffold)
@@ -148,14 +153,20 @@ class Chat:
         finally:
             steps.close()
             if result.tokens:
-                self.messages = [*asked, {"role": "assistant", "content": self.target.answer_text(result.tokens)}]
+                said = [*asked, {"role": "assistant", "content": self.target.answer_text(result.tokens)}]
                 self.turns += 1
+                try:
+                    self.target.renderer.prompt([*said, asked[-1]])
+                    self.messages = said
+                except ConversationError as error:
+                    logger.warning("the conversation goes on without this answer and its message: %s", error)
 
 
 def status(drafter: str, result: Generation, seconds: float) -> str:
-    """β, speed and length of an answer so far."""
+    """β, speed and length of an answer so far, and what cut it."""
     tokens, steps = len(result.tokens), result.target_steps
-    return f"{drafter}: β {tokens / max(1, steps):.2f}, {tokens / max(seconds, 1e-9):.0f} tokens/s, {tokens} tokens"
+    told = f"{drafter}: β {tokens / max(1, steps):.2f}, {tokens / max(seconds, 1e-9):.0f} tokens/s, {tokens} tokens"
+    return told + CUT.get(result.finish_reason, "")
 
 
 def show(chat: Chat, message: str, console: Console) -> None:

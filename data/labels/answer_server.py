@@ -23,7 +23,8 @@ from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.labeller import Labeller
 from draft_heads.data.labels.loops import GOES_ON, loop_start
 
-_TIMEOUT = 900.0  # seconds for one answer, which may wait in the server's queue
+_TIMEOUT = 900.0  # seconds for one answer, which may wait in the server's queue, and for each of its tokens:
+_PER_TOKEN = 0.5
 _BUSY = (429, 500, 502, 503, 504)  # statuses after which the same request may succeed
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before a request that failed is repeated
 
@@ -76,7 +77,7 @@ class AnswerServer:
     def _answer(self, prompt: list[int], limit: int) -> Answer:
         body = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
         body |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True, **self._penalties}
-        response = self._call("/completions", body)
+        response = self._call("/completions", body, _TIMEOUT + _PER_TOKEN * limit)
         choice = response["choices"][0] if response.get("choices") else {}
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
@@ -111,8 +112,10 @@ class AnswerServer:
             )
         return Answer(tokens, "limit")
 
-    def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _call(self, path: str, body: dict[str, Any] | None, timeout: float | None = None) -> dict[str, Any]:
         """What the server answers; a request that fails, or is answered by garbage, is repeated after a pause.
+
+        timeout: seconds that an answer may take; None: `_TIMEOUT`
 
         One that a full queue refuses (429), or in which it waits too long, is repeated for as long as the server
         answers others, and counts as no failure.
@@ -121,29 +124,31 @@ class AnswerServer:
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(url, data=data, headers=headers)
-        repeated = failed = 0
+        repeated, failed, longest, remedy = 0, 0, timeout or _TIMEOUT, ""
         while True:
             full = False
             try:
-                with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+                with urllib.request.urlopen(request, timeout=longest) as response:
                     answer = dict(json.loads(response.read()))
                     self._answered = time.monotonic()
                     return answer
             except urllib.error.HTTPError as error:
-                full = error.code == 429 and time.monotonic() - self._answered < _TIMEOUT
+                full = error.code == 429 and time.monotonic() - self._answered < longest
                 fault = f"status {error.code}: {_text_of(error)[:300]}"
                 if error.code not in _BUSY:
                     break
             except (OSError, http.client.HTTPException, ValueError, TypeError) as error:  # ValueError: no JSON
-                full = isinstance(error, TimeoutError) and time.monotonic() - self._answered < _TIMEOUT
+                full = isinstance(error, TimeoutError) and time.monotonic() - self._answered < longest
                 fault = f"{type(error).__name__}: {error}"
+                if isinstance(error, TimeoutError):
+                    remedy = f"If an answer takes more than {longest:.0f} s, lower --concurrency or --max_new_tokens. "
             if failed >= len(_PAUSES) and not full:
                 break
             time.sleep(_PAUSES[min(repeated if full else failed, len(_PAUSES) - 1)])
             repeated, failed = repeated + full, failed + (not full)
         raise ValueError(
             f"base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
-            "The same command goes on where this one ended"
+            f"{remedy}The same command goes on where this one ended"
         )
 
 

@@ -112,7 +112,8 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
     config, split = (described.config, described.split) if described else (None, None)
     reader: Callable[[dict[str, Any], int], Question] | None = None
     found: dict[int | str, tuple[str, Question]] = {}
-    for row, (place, record) in enumerate(islice(read_rows(source, split, config), limit)):
+    is_copy = described is not None and source != described.source
+    for row, (place, record) in enumerate(islice(read_rows(source, split, config, is_copy=is_copy), limit)):
         try:
             if isinstance(record, MalformedJson):
                 raise BenchmarkError(str(record))

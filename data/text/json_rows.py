@@ -81,12 +81,16 @@ def check_source(source: str) -> None:
 
 
 def read_rows(
-    source: str, split: str | None = None, config: str | None = None, option: str | None = None
+    source: str,
+    split: str | None = None,
+    config: str | None = None,
+    option: str | None = None,
+    is_copy: bool = False,
 ) -> Iterator[tuple[str, Any]]:
     """(place, record) of every row of a file, URL, dataset folder or hub id, read as far as the caller iterates.
 
-    option: that which named the source, for errors; a dataset then has the `config`. None: --benchmarks, whose
-        configuration is that of the hub's dataset, and a local copy may have none.
+    option: that which named the source, for errors; None: --benchmarks
+    is_copy: config and split are those of a dataset in whose place this source is read, which may have others
 
     For a malformed JSONL line, and a row in which an object has a key twice, the record is a MalformedJson. Nothing
     after a malformed row of an array can be read, so there MalformedJson is raised, as it is for an empty file.
@@ -98,7 +102,7 @@ def read_rows(
     elif Path(source).is_file():
         yield from _local_rows(Path(source))
     else:
-        yield from _dataset_rows(source, split, config, option)
+        yield from _dataset_rows(source, split, config, option, is_copy)
 
 
 def _local_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -206,19 +210,21 @@ def _skip_space(text: str, position: int) -> int:
     return position
 
 
-def _dataset_rows(source: str, split: str | None, config: str | None, option: str | None) -> Iterator[tuple[str, Any]]:
+def _dataset_rows(
+    source: str, split: str | None, config: str | None, option: str | None, is_copy: bool
+) -> Iterator[tuple[str, Any]]:
     import datasets  # takes a second
 
     if (Path(source) / "dataset_info.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
-        if option and config:
+        if config and not is_copy:
             raise ValueError(f"{source} is a saved dataset without configurations; got {config}; leave it out")
         loaded = datasets.load_from_disk(source)
     else:
         try:
             if Path(source).is_dir():
                 _check_folder(source)
-                if option is None and config not in datasets.get_dataset_config_names(source):
-                    config = None  # a hub dataset's; this folder has other parts, or none
+                if is_copy and config not in datasets.get_dataset_config_names(source):
+                    config = None  # this folder has other parts, or none
             loaded = _files_of_text(source, config) or datasets.load_dataset(source, name=config)
         except ConnectionError as error:
             raise ValueError(
@@ -230,15 +236,16 @@ def _dataset_rows(source: str, split: str | None, config: str | None, option: st
             reason = " ".join(str(error).split())
             remedy = "pass a copy as NAME=FILE" if option is None else "name one with --dataset_config"
             raise ValueError(f"{source} is read in one of its configurations: {reason}; {remedy}") from None
-        except (datasets.exceptions.DatasetsError, FileNotFoundError) as error:
+        except (datasets.exceptions.DatasetsError, FileNotFoundError, RuntimeError) as error:  # the last of a script
             found = "folder" if Path(source).is_dir() else "hub id"
             reason = str(error.__cause__ or error).splitlines()[0]
             raise ValueError(f"{source} is no {found} with rows of one form ({reason}){_REMEDY}") from error
-    if option is None and split is not None:  # a hub dataset's; a local copy may have another one alone, or none
+    if is_copy and split is not None:  # a copy may have another split alone, or none
         if not isinstance(loaded, dict):
             split = None
         elif split not in loaded and len(loaded) == 1:
-            (split,) = loaded
+            wanted, (split,) = split, loaded
+            logger.warning("%s has no split %s: its split %s is read", source, wanted, split)
     if isinstance(loaded, dict):  # as DatasetDict is
         split = split or ("test" if "test" in loaded else next(iter(loaded)))
         if split not in loaded:

@@ -201,11 +201,11 @@ def speedup(turns: Sequence[Turn], baseline: Sequence[Turn], seed: int) -> tuple
     sums_Q4 = torch.tensor(list(sums.values()), dtype=torch.float64).view(-1, 4)
     if not sums_Q4.sum(0).all():
         return None, None
-    return float(_speedup(sums_Q4.sum(0))), _interval(_speedup(_bootstrap(sums_Q4, seed)))
+    return float(_speedup(sums_Q4.sum(0))), _interval(_speedup(_bootstrap(sums_Q4, seed)), len(sums_Q4))
 
 
 def beta_interval(turns: Sequence[Turn], seed: int) -> list[float] | None:
-    """The 95 % interval of β by bootstrap over questions, as that of γ; None without answers."""
+    """The 95 % interval of β by bootstrap over questions, as that of γ; None without answers to two questions."""
     sums: dict[Hashable, list[int]] = {}
     for turn in turns:
         entry = sums.setdefault(turn.question, [0, 0])
@@ -215,7 +215,7 @@ def beta_interval(turns: Sequence[Turn], seed: int) -> list[float] | None:
     if not counted:
         return None
     tokens_B, steps_B = _bootstrap(torch.tensor(counted, dtype=torch.float64), seed).unbind(-1)
-    return _interval(tokens_B / steps_B)
+    return _interval(tokens_B / steps_B, len(counted))
 
 
 def _bootstrap(sums_QK: Tensor, seed: int) -> Tensor:
@@ -225,9 +225,10 @@ def _bootstrap(sums_QK: Tensor, seed: int) -> Tensor:
     return sums_QK[draws_BQ].sum(1)
 
 
-def _interval(values_B: Tensor) -> list[float] | None:
-    """The quantiles between which 95 % of the values are; None where a draw has no value."""
-    if not values_B.isfinite().all():
+def _interval(values_B: Tensor, questions: int) -> list[float] | None:
+    """The quantiles between which 95 % of the values are; None where a draw has no value, and for a single question,
+    which tells nothing of others."""
+    if questions < 2 or not values_B.isfinite().all():
         return None
     low, high = torch.quantile(values_B, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return [low, high]

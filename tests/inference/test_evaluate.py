@@ -123,6 +123,13 @@ def test_beta_counts_every_target_step_and_gamma_compares_seconds_per_token():
     assert vanilla["accept_length_histogram"] == [11]
 
 
+def test_a_single_question_has_no_interval():
+    fast = StubEngine(per_step=2, seconds_per_token=0.004)
+    one = benchmark([question(1, "a", "abcd")])
+    row = rows(evaluate({"vanilla": StubEngine(), "fast": fast}, StubOracle(), [one], render))[None, "fast"]
+    assert row["gamma"] == pytest.approx(2.5) and row["gamma_ci95"] is row["beta_ci95"] is None
+
+
 def test_parts_of_a_step_that_cannot_be_timed_apart_have_no_share():
     """A GPU computes beside the host, which starts a step's parts and waits for all of them in one."""
     clock = Clock()

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
@@ -57,7 +58,7 @@ def test_a_conversation_goes_on_whatever_drafts(target, monkeypatch, capsys):
     printed = told(monkeypatch, capsys, lines).out
     printed = printed.replace("ngram, (vanilla)\n", "").replace("a new conversation\n", "")
     assert answers(printed) == [*expected, *alone(target, SECOND)]
-    shown = re.findall(r"^(\w+): β ([\d.]+), \d+ tokens/s, (\d+) tokens$", printed, re.M)
+    shown = re.findall(r"^(\w+): β ([\d.]+), \d+ tokens/s, (\d+) tokens(?:, cut at .*)?$", printed, re.M)
     assert [name for name, _, _ in shown] == ["ngram", "vanilla", "vanilla"]
     assert [beta for _, beta, _ in shown[1:]] == ["1.00", "1.00"]
 
@@ -218,3 +219,22 @@ def test_ctrl_c_ends_every_answer_that_it_meets_and_sigterm_the_program():
     finally:
         terminal.process.kill()
         os.close(terminal.screen)
+
+
+def test_an_answer_that_the_template_refuses_later_is_left_out_of_the_conversation(target, monkeypatch, caplog):
+    """As gpt-oss's refuses one that ended in its thoughts: each later message would fail."""
+    chat_with = chat.Chat(target, chat.parse(["--target", "t", "--max_new_tokens", "4"]))
+    render = target.renderer.prompt
+
+    def prompt(messages, *more):
+        if sum(turn["role"] == "assistant" for turn in messages) == 1 and messages[0]["content"] == FIRST:
+            raise ConversationError("the chat template refuses the conversation")
+        return render(messages, *more)
+
+    monkeypatch.setattr(target.renderer, "prompt", prompt)
+    for message in (FIRST, SECOND, FIRST):
+        results = [result for _, result in chat_with.answer(message)]
+        assert len(results[-1].tokens) == 4
+        assert chat.status("ngram", results[-1], 1.0).endswith("4 tokens, cut at --max_new_tokens")
+    assert [turn["content"] for turn in chat_with.messages[::2]] == [SECOND, FIRST]
+    assert "goes on without this answer and its message: the chat template refuses" in caplog.text

@@ -142,6 +142,7 @@ def test_a_request_that_fails_is_repeated(monkeypatch, fault):
     """fault: (status, body, bytes that are announced and missing), or None for a server that hangs."""
     monkeypatch.setattr(answer_server, "_PAUSES", (0.0, 0.0))
     monkeypatch.setattr(answer_server, "_TIMEOUT", 0.5)
+    monkeypatch.setattr(answer_server, "_PER_TOKEN", 0.0)
     asked, hang = [], threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -239,6 +240,7 @@ def test_a_full_server_is_asked_again_while_it_answers_others(monkeypatch):
         assert len(refused) > 12
         free.acquire()
         monkeypatch.setattr(answer_server, "_TIMEOUT", 0.3)
+        monkeypatch.setattr(answer_server, "_PER_TOKEN", 0.0)
         with pytest.raises(ValueError, match="status 429"):
             in_order(server, [[1]], [8])
 
@@ -348,3 +350,21 @@ def test_an_error_whose_text_breaks_off_is_repeated_as_any_other(monkeypatch):
     monkeypatch.setattr(answer_server.urllib.request, "urlopen", urlopen)
     with pytest.raises(ValueError, match=r"cannot be used \(status 502: Bad Gateway \(IncompleteRead\)\); is the"):
         server._call("/x", {})
+
+
+def test_a_long_answer_has_the_time_that_it_takes(monkeypatch):
+    """32,768 tokens at 30 a second take 18 minutes, in which no byte comes."""
+    monkeypatch.setattr(answer_server, "_PAUSES", ())
+    allowed = []
+
+    def urlopen(request, timeout):
+        allowed.append(timeout)
+        raise TimeoutError("timed out")
+
+    server = stub_server("http://127.0.0.1:9/v1", model_name="stub")
+    monkeypatch.setattr(answer_server.urllib.request, "urlopen", urlopen)
+    server._answered = time.monotonic() - 1e6
+    for limit, seconds in ((128, 964), (32768, 17284)):
+        with pytest.raises(ValueError, match=rf"If an answer takes more than {seconds} s, lower --concurrency or"):
+            server._answer([1], limit)
+    assert allowed == [964, 17284]

@@ -28,8 +28,8 @@ def folder(path, *files):
     return path
 
 
-def names(path, split=None):
-    return [row["name"] for _, row in read_rows(str(path), split)]
+def names(path, split=None, **how):
+    return [row["name"] for _, row in read_rows(str(path), split, **how)]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_configuration_and_a_split_are_read_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["saved", "saved dict", "folder"])
-def test_a_local_copy_of_a_benchmark_may_have_another_split_alone_or_none(tmp_path, form):
+def test_a_local_copy_of_a_benchmark_may_have_another_split_alone_or_none(tmp_path, form, caplog):
     """The split of its description is that of the hub's dataset."""
     rows, copy = [{"name": "a"}, {"name": "b"}], tmp_path / "copy"
     if form == "folder":
@@ -152,13 +152,24 @@ def test_a_local_copy_of_a_benchmark_may_have_another_split_alone_or_none(tmp_pa
     else:
         saved = datasets.Dataset.from_list(rows)
         (saved if form == "saved" else datasets.DatasetDict({"test": saved})).save_to_disk(copy)
-    assert names(copy, "validation") == ["a", "b"]
-    with pytest.raises(ValueError, match=r"has no split 'validation'|without splits; got split validation"):
-        list(read_rows(str(copy), "validation", option="--dataset"))
+    assert names(copy, "validation", is_copy=True) == ["a", "b"]
+    assert ("has no split validation: its split test is read" in caplog.text) == (form != "saved")
+    for option in (None, "--dataset"):  # a description of one's own names its own split
+        with pytest.raises(ValueError, match=r"has no split 'validation'|without splits; got split validation"):
+            names(copy, "validation", option=option)
     if form == "folder":
         (copy / "train.jsonl").write_text('{"name": "c"}\n')
         with pytest.raises(ValueError, match="has no split 'validation'; it has: "):
-            names(copy, "validation")
+            names(copy, "validation", is_copy=True)
+
+
+def test_a_dataset_with_a_script_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    def of_a_script(source, name):
+        raise RuntimeError("Dataset scripts are no longer supported, but found samsum.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", of_a_script)
+    with pytest.raises(ValueError, match=r"someone/samsum is no hub id with rows of one form \(Dataset scripts are no"):
+        names("someone/samsum")
 
 
 @pytest.mark.parametrize("source", ["rows.jsonl", "https://example.org/rows.jsonl"])

@@ -126,6 +126,20 @@ def test_a_name_alone_reads_the_hub_with_its_configuration(tmp_path, monkeypatch
     assert [question.turns for question in load_benchmark(name, source)] == [["test: 2 + 2?"]]
 
 
+def test_the_split_of_a_description_is_its_own_source_and_may_be_lacking_in_a_copy(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "2 + 2?"}])})
+    for place in ("own/set", "copy"):
+        saved.save_to_disk(tmp_path / place)
+    (tmp_path / "mine.yaml").write_text("source: own/set\nsplit: validation\nkeys: [text]\nprompt: '{text}'\n")
+    with pytest.raises(ValueError, match="own/set has no split 'validation'; it has: train"):
+        load_benchmark("mine", "mine.yaml")
+    described = known.describe("mine", "mine.yaml")[0]
+    monkeypatch.setattr("draft_heads.data.text.benchmarks.describe", lambda name, source: (described, source))
+    assert [question.turns for question in load_benchmark("mine", "copy")] == [["2 + 2?"]]
+    assert "copy has no split validation: its split train is read" in caplog.text
+
+
 def test_a_hub_that_cannot_be_reached_is_told(monkeypatch):
     asked = []
 
