@@ -22,7 +22,7 @@ from typing import Any
 from draft_heads.data.text.conversations import turns_of, with_system
 from draft_heads.data.text.final_number import gsm8k_answer
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
-from draft_heads.data.text.known_benchmarks import Description, describe, known_benchmarks, written
+from draft_heads.data.text.known_benchmarks import Description, describe, is_description, known_benchmarks, written
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
 
@@ -120,7 +120,7 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
             if not isinstance(record, dict):
                 raise BenchmarkError(f"a row is an object, received {_describe(record)}")
             record = without_none(record)
-            reader = reader or _reader_of(record, described)
+            reader = reader or _reader_of(record, described, is_description(path_or_hub_id))
             question = reader(record, row)
             if question.category is not None and not isinstance(question.category, str):
                 raise BenchmarkError(f"'category' is a text, received {_describe(question.category)}")
@@ -143,10 +143,21 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
     return [question for _, question in found.values()]
 
 
-def _reader_of(record: dict[str, Any], described: Description | None) -> Callable[[dict[str, Any], int], Question]:
-    """The reader of the form that a file's first row has: the benchmark's own, if it has one, before any other."""
+def _reader_of(
+    record: dict[str, Any], described: Description | None, own: bool
+) -> Callable[[dict[str, Any], int], Question]:
+    """The reader of the form that a file's first row has: the benchmark's, if it has one, before any other.
+
+    own: the description was given itself, so that its prompt is meant; BenchmarkError for a row without its keys
+    """
     if described and described.has_form_of(record):
         return partial(_described, described)
+    if described and described.prompt is not None and own:
+        lacking = [key for key in described.keys if key not in described.flattened(record)]
+        raise BenchmarkError(
+            f"a row has the keys of its description, {', '.join(described.keys)}; this has no {', '.join(lacking)}: "
+            "name those that a row may lack under optional, or correct keys"
+        )
     turns, prompt = record.get("turns"), record.get("prompt")
     messages = isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt)
     if messages or (not isinstance(turns, list) and any(key in record for key in TURN_LISTS)):

@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -36,6 +36,7 @@ _FOLDER_FORMATS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON")
 _FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow", "zip", "tar")}
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
 """The files of a dataset folder that may hold rows, by ending, and names that `datasets` knows to hold none."""
+_TEXTS = {"content", "value", "text", "system", "prompt", "instruction", "thinking", "reasoning_content"}
 _REMEDY = "; give a .json or .jsonl file, a saved dataset, or the id of one on the hub"
 
 
@@ -256,9 +257,24 @@ def _dataset_rows(
         loaded = loaded[split]
     elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got split {split}; leave it out")
+    if not isinstance(loaded, _Files) and (mixed := _mixed_text(loaded.features)):
+        raise ValueError(
+            f'{source} has texts beside other values under {mixed!r}, where datasets reads a text such as "yes" or 42 '
+            "as the value that it would be in JSON; download its files and pass their folder, which is read as written"
+        )
     rows = loaded if isinstance(loaded, _Files) else (("", _without_none(record, loaded.features)) for record in loaded)
     for row, (where, record) in enumerate(rows, start=1):
         yield f"row {row}" + (f" of split {split}" if split else "") + where, record
+
+
+def _mixed_text(form: Any, name: str = "") -> str:
+    """The name of a column, or key in one, of texts that is kept as JSON values; "" where there is none."""
+    if type(form).__name__ == "Json":
+        return name if name in _TEXTS else ""
+    inner = form.items() if isinstance(form, Mapping) else [(name, getattr(form, "feature", None) or 0)]
+    if isinstance(form, list):
+        inner = [(name, form[0])]
+    return next((found for key, one in inner if one and (found := _mixed_text(one, key))), "")
 
 
 @dataclass

@@ -152,18 +152,20 @@ def _some(names: Sequence[str]) -> str:
 def target_tokenizer(path: str, chat_template: str | None, adapter: str | None) -> PreTrainedTokenizerBase:
     """A target's tokenizer with the chat template that renders its prompts: the one given, its adapter's, its own."""
     tokenizer = load_tokenizer(path, chat_template)
-    return _adapters_tokenizer(tokenizer, adapter) if adapter and chat_template is None else tokenizer
+    return _adapters_tokenizer(tokenizer, adapter, chat_template is not None) if adapter else tokenizer
 
 
-def _adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str) -> PreTrainedTokenizerBase:
-    """A target's tokenizer with the chat template that its adapter comes with, as it was trained on that one; the
-    adapter's own where it has other tokens (some that it adds, but for one to pad with) or where its template writes
-    other ones (another beginning or end of texts). A line says what is taken. ValueError for what is no folder or hub
-    id."""
+def _adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str, asked: bool) -> PreTrainedTokenizerBase:
+    """A target's tokenizer with the chat template that its adapter comes with, as it was trained on that one, unless
+    the tokenizer's was asked for; the adapter's own where it has other tokens (some that it adds, but for one to pad
+    with) or where the template writes other ones (another beginning or end of texts). A line says what is taken.
+    ValueError for what is no folder or hub id."""
     check_folder_or_hub_id("--target_adapter", adapter)
     if cached_file(adapter, "tokenizer_config.json", **MAY_BE_MISSING) is None:
         return tokenizer
     own = load_tokenizer(adapter, option="--target_adapter")
+    if asked:
+        own.chat_template = tokenizer.chat_template
     written = template_source(own) if own.chat_template else ""
     ends_differ = written and (own.bos_token, own.eos_token) != (tokenizer.bos_token, tokenizer.eos_token)
     known, entries = tokenizer.get_added_vocab(), tokenizer.get_vocab()

@@ -226,6 +226,14 @@ def test_the_tokens_that_an_adapters_template_writes_are_those_of_its_tokenizer(
     turn, over = tokenizer.convert_tokens_to_ids(["<|turn|>", "<|over|>"])
     assert adapted.renderer.prompt(messages) == expected and over in expected and (turn in expected) == bool(begins)
     assert over in adapted.end_token_ids
+    # a template that is asked for replaces the template, and no token
+    (tmp_path / "asked.jinja").write_text("ASKED " + tokenizer.chat_template)
+    asked = Target.from_pretrained(
+        str(base), device="cpu", adapter=str(adapter), chat_template=f"{tmp_path}/asked.jinja"
+    )
+    prompt = asked.renderer.prompt(messages)
+    assert tokenizer.decode(prompt) == f"ASKED {tokenizer.decode(expected)}"
+    assert over in prompt and over in asked.end_token_ids
 
 
 @pytest.mark.parametrize("templated", [True, False])

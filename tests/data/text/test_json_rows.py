@@ -163,6 +163,23 @@ def test_a_local_copy_of_a_benchmark_may_have_another_split_alone_or_none(tmp_pa
             names(copy, "validation", is_copy=True)
 
 
+def test_texts_that_datasets_keeps_as_json_are_refused_and_read_from_their_folder(tmp_path, monkeypatch):
+    """Texts in some rows and parts in others: the quotes of an answer in quotes would be gone."""
+    title, parts = '"The Silent Sea"', [{"type": "text", "text": "Hi"}]
+    rows = [[{"role": "user", "content": "A title?"}, {"role": "assistant", "content": title}]]
+    rows += [[{"role": "user", "content": parts}, {"role": "assistant", "content": "42"}]]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    loaded = datasets.load_dataset("json", data_files=str(tmp_path / "set" / "train.jsonl"), cache_dir=str(tmp_path))
+    assert [turn["content"] for turn in loaded["train"][0]["messages"]] == ["A title?", title.strip('"')]
+    monkeypatch.setattr(datasets, "load_dataset", lambda source, name: loaded)
+    with pytest.raises(
+        ValueError, match=r"someone/set has texts beside other values under 'content', .* pass their fo"
+    ):
+        list(read_rows("someone/set"))
+    assert [row["messages"] for _, row in read_rows(str(tmp_path / "set"))] == rows
+
+
 def test_a_dataset_with_a_script_is_refused_in_a_sentence(tmp_path, monkeypatch):
     def of_a_script(source, name):
         raise RuntimeError("Dataset scripts are no longer supported, but found samsum.py")

@@ -140,6 +140,18 @@ def test_the_split_of_a_description_is_its_own_source_and_may_be_lacking_in_a_co
     assert "copy has no split validation: its split train is read" in caplog.text
 
 
+def test_rows_without_the_keys_of_a_description_of_ones_own_are_refused(tmp_path):
+    """They have the form of a known benchmark, whose prompt is another."""
+    write(tmp_path / "q.jsonl", {"question": "2 + 2?", "answer": "4", "level": None})
+    lines = ["source: q.jsonl", "keys: [question, answer, level]", "prompt: 'Only a number. {question}'"]
+    (tmp_path / "mine.yaml").write_text("\n".join([*lines, "reference: answer"]))
+    with pytest.raises(ValueError, match=r"keys of its description, question, answer, level; this has no level: name"):
+        load_benchmark("mine", str(tmp_path / "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text("\n".join([*lines, "reference: answer"]).replace(", level]", "]"))
+    (found,) = load_benchmark("mine", str(tmp_path / "mine.yaml"))
+    assert found.turns == ["Only a number. 2 + 2?"]
+
+
 def test_a_hub_that_cannot_be_reached_is_told(monkeypatch):
     asked = []
 
