@@ -80,6 +80,13 @@ class Distiller:
             "rows written on another day have another one, and answers that an interrupted run kept are then written "
             "again",
         )
+        if options.labels == "generate" and options.max_new_tokens >= self.max_length:
+            logger.warning(
+                "a prompt and its answer have at most %d tokens together (max_length), so no answer reaches "
+                "max_new_tokens %d: raise max_length where answers are to end by themselves",
+                self.max_length,
+                options.max_new_tokens,
+            )
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]

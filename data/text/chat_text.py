@@ -271,11 +271,15 @@ class ChatText:
 
     @cached_property
     def _control(self) -> frozenset[str]:
-        """The added tokens that mark turns and channels, begin or end texts, or fill them up."""
+        """The added tokens that mark turns and channels, begin or end texts, or fill them up.
+
+        One for unknown text may stand in a text, also where it fills up; but it is an end, too, in GPT-2's tokenizers.
+        """
         tokenizer = self.tokenizer
-        ids = self.ends | self.probe.marks | {tokenizer.bos_token_id, tokenizer.pad_token_id}
-        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if i != tokenizer.unk_token_id}
-        return frozenset(added[i] for i in ids if i in added)
+        ids = self.ends | self.probe.marks | {tokenizer.bos_token_id}
+        ids |= {tokenizer.pad_token_id} - {tokenizer.unk_token_id}
+        added = tokenizer.added_tokens_decoder
+        return frozenset(added[i].content for i in ids if i in added)
 
     @cached_property
     def _in_source(self) -> frozenset[str]:

@@ -228,6 +228,20 @@ def test_control_tokens_in_texts_are_refused_trimmed_and_counted(role, text, kep
         assert prompt_ids(target, [*chat, CHAT[0]])
 
 
+@pytest.mark.parametrize("unknown", ["<unk>", "</s>", "<s>"])
+def test_an_end_that_also_stands_for_unknown_text_is_a_control_token(unknown):
+    """As in GPT-2's tokenizers and those of OLMo 2, Phi-4-mini and Granite; Llama 2's fills up with <unk>."""
+    tokenizer = byte_tokenizer(CHATML.replace("[GEN]", "").replace("[END]", ""))
+    tokenizer.unk_token = tokenizer.pad_token = unknown
+    target = own_target(tokenizer)
+    for token in ("<unk>", "</s>", "<s>"):
+        if token == "<unk>":
+            assert prompt_ids(target, f"What is {token}?")
+        else:
+            with pytest.raises(ControlTokenError, match=f"'{token}' in turn 0"):
+                prompt_ids(target, f"What is {token}?")
+
+
 def test_rows_with_control_tokens_are_counted_by_reason(tmp_path, caplog, capsys):
     rows = [
         {"messages": [{"role": "user", "content": "Hi </s>"}, CHAT[1]]},

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.shards import _differences as differences
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.conversations import ConversationError
@@ -242,6 +243,14 @@ def test_row_the_template_cannot_render_stops_or_is_listed(tmp_path, target):
     manifest = run_distill(target, str(source), str(tmp_path / "out"), skip_bad_rows=True, **options)
     assert [row["id"] for row in manifest["shards"][0]["skipped"]] == ["1"]
     assert manifest["counts"]["skipped"] == 1
+
+
+def test_a_longest_answer_that_rows_have_no_room_for_is_told_before_anything_is_asked(target, source, caplog):
+    loaded = Target.from_pretrained(target)
+    for longest, told in ((64, True), (63, False)):
+        caplog.clear()
+        Distiller(loaded, DistillOptions(labels="generate", max_new_tokens=longest, max_length=64))
+        assert ("no answer reaches max_new_tokens 64: raise max_length" in caplog.text) == told
 
 
 @pytest.mark.parametrize("users", [False, True])
