@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -67,11 +67,13 @@ class LogMetrics:
         self._slots += segment_ids.numel()
         self.batches.append((mean.detach(), input_ids, segment_ids))
 
-    def since_last_log(self, flops_per_token: float, device: torch.device) -> dict[str, float]:
+    def since_last_log(self, flops_per_token: float, devices: Sequence[torch.device]) -> dict[str, float]:
         """Return this line's metrics and reset the counters. Call on every process.
 
-        Parts of the loss; tokens per second; `fill`, the share of batches that is not padding; `mfu` on a GPU whose
-        peak is known; this process's peak memory. All but the memory are equal on all processes.
+        devices: those of this process: the head's and, spread over several, the target's
+
+        Parts of the loss; tokens per second; `fill`, the share of batches that is not padding; `mfu` on GPUs whose
+        peaks are known; this process's peak memory. All but the memory are equal on all processes.
         """
         seconds = time.monotonic() - self._began
         every: list[dict[str, float]] = gather_object([self._sums()])
@@ -79,10 +81,11 @@ class LogMetrics:
         windows, tokens, slots = (sums.pop(name) for name in ("windows", "tokens", "slots"))
         metrics = loss_parts(sums, windows) | {"tokens_per_second": round(tokens / seconds)}
         metrics |= {"fill": round(tokens / max(slots, 1), 3)}
-        if (peak := peak_flops(device)) is not None:
-            metrics["mfu"] = round(tokens / seconds / len(every) * flops_per_token / peak, 3)
+        peaks = [peak for device in devices if (peak := peak_flops(device)) is not None]
+        if len(peaks) == len(devices):
+            metrics["mfu"] = round(tokens / seconds / len(every) * flops_per_token / sum(peaks), 3)
         self.reset()
-        return metrics | peak_memory(device)
+        return metrics | peak_memory(devices)
 
     def _sums(self) -> dict[str, float]:
         """This process's sums, on the host."""
@@ -103,10 +106,10 @@ def loss_parts(sums: dict[str, float], windows: float) -> dict[str, float]:
     return parts
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """This process's peak: of the GPU where it has one, else of the process."""
-    if device.type == "cuda":
-        return {"memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+def peak_memory(devices: Sequence[torch.device]) -> dict[str, float]:
+    """This process's peak: of its GPUs together where it has some, else of the process."""
+    if gpus := [device for device in devices if device.type == "cuda"]:
+        return {"memory_gib": round(sum(map(torch.cuda.max_memory_allocated, gpus)) / 2**30, 2)}
     kib = getrusage(RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     return {"memory_mib": round(kib / 1024)}
 

@@ -29,6 +29,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from draft_heads.data.collate import DraftCollator, row_lengths
 from draft_heads.heads.base import DraftHead, HeadLoss
+from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.sizes import weights_per_token
 from draft_heads.inference.target.target import Target
@@ -69,6 +70,11 @@ class DraftHeadTrainer(Trainer):
         self.clock = WallClock(args.max_minutes)
         self.simulate_dataset = simulate_dataset
         self.simulate_nodes = simulate_nodes
+        self._simulation = {
+            "simulate_rows": float(len(simulate_dataset or ())),
+            "simulate_nodes": float(simulate_nodes),
+        }
+        self._evaluated_until = -1  # evaluations up to this step had another simulation
         self.sigterm = StopOnSigterm()
         self.final_metrics: dict[str, float] = {}
         self._metrics = LogMetrics()
@@ -127,6 +133,8 @@ class DraftHeadTrainer(Trainer):
         """Go on from the minutes and the sum of losses in a checkpoint's marker."""
         marker = read_marker(checkpoint)
         self.clock.resume(marker)
+        if self._simulation != {name: marker.get(name, value) for name, value in self._simulation.items()}:
+            self._evaluated_until = step_of(checkpoint)
         self._loss_before = float(marker.get("loss_sum", math.nan))
 
     # --- 1. batches -------------------------------------------------------------------------------------------------
@@ -254,7 +262,9 @@ class DraftHeadTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the loss's parts, speed and memory since the last log, and the minutes used."""
         if "loss" in logs:
-            metrics = self._metrics.since_last_log(self.flops_per_token, self.args.device)
+            targets = devices_of(self.target) if self.target.runs else ()
+            devices = sorted({self.args.device, *targets}, key=str)
+            metrics = self._metrics.since_last_log(self.flops_per_token, devices)
             logs = {**logs, **metrics, "minutes": round(self.clock.elapsed, 3)}
         if "train_loss" in logs:  # transformers' is that of the steps since the run was resumed
             del logs["train_loss"]
@@ -283,7 +293,8 @@ class DraftHeadTrainer(Trainer):
     def _progress(self) -> dict[str, float]:
         """What `resume` reads. Call on every process."""
         clock = self.clock
-        return {"minutes": clock.now(), "loss_sum": self._whole_loss_sum(), "warm_until": clock.warm_until}
+        told = {"minutes": clock.now(), "loss_sum": self._whole_loss_sum(), "warm_until": clock.warm_until}
+        return told | self._simulation
 
     # --- evaluation and the end -------------------------------------------------------------------------------------
 
@@ -344,8 +355,10 @@ class DraftHeadTrainer(Trainer):
         return float(read_marker(self._best)["minutes"]) if self._best else self.clock.elapsed
 
     def final_evaluation(self) -> dict[str, float]:
-        """`evaluate` after training, unless this step's head was evaluated while it trained, be it before a resume."""
-        known = [logs for logs in self.state.log_history if logs["step"] == self.steps and "eval_windows" in logs]
+        """`evaluate` after training, unless this step's head was evaluated while it trained, be it before a resume with
+        the same simulation."""
+        history = self.state.log_history if self.steps > self._evaluated_until else []
+        known = [logs for logs in history if logs["step"] == self.steps and "eval_windows" in logs]
         return {name: x for name, x in known[-1].items() if name.startswith("eval_")} if known else self.evaluate()
 
     def close_progress(self) -> None:

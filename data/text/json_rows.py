@@ -20,6 +20,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -135,7 +136,13 @@ def _url_rows(url: str, option: str | None) -> Iterator[tuple[str, Any]]:
         with urllib.request.urlopen(url, timeout=60) as answer:
             content = answer.read()
         content = gzip.decompress(content) if content.startswith(_GZIP) else content
-    except (OSError, ValueError, EOFError, zlib.error) as error:  # no network, no such file, a damaged one
+    except (
+        OSError,
+        HTTPException,
+        ValueError,
+        EOFError,
+        zlib.error,
+    ) as error:  # no network, no such file, a damaged one
         raise ValueError(
             f"{url} cannot be read ({error}); copy the file here and pass it as {_passed(option)}"
         ) from None

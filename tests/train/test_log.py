@@ -1,15 +1,27 @@
 """Progress of a training run in a log file, whose last step is logged, and what is noted of the program."""
 
+import json
 import subprocess
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from draft_heads.data.common.progress import ProgressLines
+from draft_heads.train import log
 from draft_heads.train import run as train_run
-from draft_heads.train.log import LogLastStep, MetricLines, StepsBar, TrainingLines, log_line, progress_callback
+from draft_heads.train.log import (
+    LogLastStep,
+    LogMetrics,
+    MetricLines,
+    StepsBar,
+    TrainingLines,
+    log_line,
+    progress_callback,
+)
 from draft_heads.train.loss_plot import held_out_losses
 from draft_heads.train.stopping import WallClock
+from draft_heads.train.trainer import DraftHeadTrainer
 
 
 @pytest.mark.parametrize(
@@ -88,3 +100,38 @@ def test_the_commit_is_that_of_the_program_and_not_of_a_repository_around_it(tmp
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "linear.py").write_text("")
     assert train_run._git_commit() == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_memory_and_work_are_those_of_all_gpus_of_a_process(monkeypatch):
+    """As of a target that --target_device auto spreads over two."""
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    peaks, held = {gpus[0]: 100.0, gpus[1]: 300.0}, {gpus[0]: 2**30, gpus[1]: 3 * 2**30}
+    monkeypatch.setattr(log, "peak_flops", peaks.get)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", held.get)
+    monkeypatch.setattr(LogMetrics, "_sums", lambda self: {"windows": 1.0, "tokens": 40, "slots": 50})
+    for devices, mfu, gib in ((gpus, 0.5, 4.0), (gpus[:1], 2.0, 1.0), ([*gpus, torch.device("cuda", 2)], None, None)):
+        held[torch.device("cuda", 2)] = 0
+        metrics = LogMetrics()
+        metrics.start()
+        metrics._began -= 2  # 20 tokens a second
+        found = metrics.since_last_log(10.0, devices)
+        assert found.get("mfu") == (None if mfu is None else pytest.approx(mfu, rel=0.01))
+        assert gib is None or found["memory_gib"] == gib
+
+
+def test_an_evaluation_before_a_resume_counts_if_its_simulation_was_the_same(tmp_path):
+    """The rows and nodes of simulated β may change when a run goes on."""
+    entry = {"step": 5, "eval_windows": 9, "eval_simulated_beta": 2.0}
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    marker = {"minutes": 1.0, "loss_sum": 3.0, "simulate_rows": 32.0, "simulate_nodes": 32.0}
+    cases = ((32.0, False, 5, True), (64.0, False, 5, False), (64.0, False, 6, True), (64.0, True, 5, True))
+    for nodes, old, last, known in cases:
+        text = {name: value for name, value in marker.items() if not (old and name.startswith("simulate"))}
+        (checkpoint / "complete.json").write_text(json.dumps(text))
+        trainer = SimpleNamespace(clock=WallClock(0), _simulation={"simulate_rows": 32.0, "simulate_nodes": nodes})
+        trainer._evaluated_until, trainer.steps, trainer.evaluate = -1, last, lambda: {"eval_simulated_beta": 3.0}
+        trainer.state = SimpleNamespace(log_history=[entry | {"step": last}])
+        DraftHeadTrainer.resume(trainer, checkpoint)
+        found = DraftHeadTrainer.final_evaluation(trainer)["eval_simulated_beta"]
+        assert found == (2.0 if known else 3.0)
