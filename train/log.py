@@ -73,7 +73,7 @@ class LogMetrics:
         devices: those of this process: the head's and, spread over several, the target's
 
         Parts of the loss; tokens per second; `fill`, the share of batches that is not padding; `mfu` on GPUs whose
-        peaks are known; this process's peak memory. All but the memory are equal on all processes.
+        peaks are known; this process's peak memory. Memory and what is divided by this process's seconds are its own.
         """
         seconds = time.monotonic() - self._began
         every: list[dict[str, float]] = gather_object([self._sums()])
@@ -152,7 +152,7 @@ def row_names(dataset: Any, input_ids: Tensor, segment_ids: Tensor, longest: int
 class LogLastStep(TrainerCallback):
     """Logs the step that ends training; of a run shorter than --logging_steps nothing else would be known.
 
-    Comes after the callbacks that end training.
+    Comes after the callbacks that end training; `DraftHeadTrainer` sees to those that patience ends.
     """
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

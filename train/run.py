@@ -33,6 +33,7 @@ from draft_heads.inference.target.sizes import bytes_in_memory
 from draft_heads.inference.target.target import Target
 from draft_heads.train.checkpoints import how_to_resume
 from draft_heads.train.length import INTERVALS, RunLength, too_few_in
+from draft_heads.train.log import check_losses
 from draft_heads.train.loss_plot import save_loss_plot
 from draft_heads.train.optimizer import is_for_muon
 from draft_heads.train.options import RunOptions, TrainingOptions
@@ -96,6 +97,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         if trainer.sigterm.stopped:
             print_once(args, f"stopped by SIGTERM after step {trainer.state.global_step}; {outlook()}")
             return
+        check_losses(trainer, list(trainer._metrics.batches))  # also where nothing was logged, saved or evaluated
         trainer.final_metrics = trainer.final_evaluation()
         if args.process_index == 0:
             save_loss_plot(trainer.state.log_history, folder / "loss.png")

@@ -251,6 +251,8 @@ class DraftHeadTrainer(Trainer):
     # --- 5. after a step --------------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        if self._patience is not None and self.control.should_evaluate and self.args.logging_strategy != "no":
+            self.control.should_log = True  # the evaluation may end training, after what is logged
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
             check_losses(self, list(self._metrics.batches))
         save = self.control.should_save

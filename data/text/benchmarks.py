@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from draft_heads.data.text.conversations import turns_of, with_system
+from draft_heads.data.text.conversations import check_encodable, turns_of, with_system
 from draft_heads.data.text.final_number import gsm8k_answer
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
 from draft_heads.data.text.known_benchmarks import Description, describe, is_description, known_benchmarks, written
@@ -267,6 +267,7 @@ def _system_and_extra(
     further = further_of_row(record, turns, {*used, *_IDS})
     if further.unknown:
         raise BenchmarkError(f"{further.unknown[0]}; take it out{remedy}")
+    check_encodable(further.system, further.extra)
     return {"system": further.system, "extra": further.extra}
 
 

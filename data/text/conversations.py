@@ -264,7 +264,7 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
         further = further_of_row(record, turns, used=(key, *TURN_LISTS, *(ANSWERS if generate else ())))
         unknown |= dict.fromkeys(further.unknown, "")
         messages = with_system(messages, further.system)
-        _check_encodable(further.system, further.extra)
+        check_encodable(further.system, further.extra)
     except ConversationError as error:
         return "", Conversation([], {}), [BadRow.of(place, error)]
     if missing := _missing_part(messages, generate):
@@ -285,7 +285,7 @@ def _sound_turns(
     for number, turn in enumerate(turns, start=1):
         try:
             message, left_out = message_of(turn, names)
-            _check_encodable(message)
+            check_encodable(message)
             fault = _fault(message, messages, generate)
         except ConversationError as error:
             fault = str(error)
@@ -346,7 +346,7 @@ def _missing_part(messages: Messages, generate: bool) -> str | None:
     return None if any(turn.get("trained", True) for turn in answers) else "no answer is to be trained on"
 
 
-def _check_encodable(*values: Any) -> None:
+def check_encodable(*values: Any) -> None:
     def other(value: Any) -> Any:
         raise ConversationError(f"a value that JSON has not, a {type(value).__name__}; write it as a text")
 

@@ -104,6 +104,20 @@ def test_the_end_of_the_time_is_measured_where_the_best_checkpoint_counts():
         assert control.should_training_stop and control.should_save and control.should_evaluate == best
 
 
+def test_the_step_at_which_patience_ends_a_run_is_logged(dataset, tmp_path):
+    output, flags = (
+        tmp_path / "run",
+        "--max_steps 20 --eval_strategy steps --eval_steps 3 --patience 1 --logging_steps 4",
+    )
+    words = command(dataset, output, *flags.split(), "--learning_rate", "0.5", kind="medusa")
+    status, told = run_script(*without(words, "--save_steps"))
+    assert status == 0, told
+    history = newest_state(output)["log_history"]
+    ended = max(entry["step"] for entry in history)
+    assert ended < 20 and ended % 4
+    assert [entry["step"] for entry in history if "loss" in entry][-1] == ended
+
+
 def test_patience_goes_on_counting_in_a_resumed_run():
     args = SimpleNamespace(load_best_model_at_end=True, metric_for_best_model="eval_loss", eval_strategy="steps")
     args.greater_is_better = False

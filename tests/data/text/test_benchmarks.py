@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime
 from decimal import Decimal
 
 import datasets
@@ -118,6 +119,14 @@ def test_a_system_text_and_further_arguments_belong_to_every_prompt_of_a_questio
         for key, reason in (("context", "holds text that no turn has"), ("persona", "is unknown; take it out")):
             with pytest.raises(BenchmarkError, match=rf"q\.jsonl, line 1: the key '{key}' {reason}"):
                 load_benchmark("own", write(tmp_path / "q.jsonl", form | {key: "In 1789 …"}))
+
+
+def test_a_value_that_json_has_not_is_refused_by_name(tmp_path):
+    """As a time stamp in a Parquet file."""
+    document = {"title": "t", "text": "x", "date": datetime(2024, 5, 6)}
+    datasets.Dataset.from_list([{"turns": ["a"], "documents": [document]}]).save_to_disk(tmp_path / "rows")
+    with pytest.raises(BenchmarkError, match=r"row 1.*: a value that JSON has not, a datetime; write it as a text"):
+        load_benchmark("own", str(tmp_path / "rows"))
 
 
 def test_turns_that_would_change_a_prompt_are_read_or_refused(tmp_path):
