@@ -208,7 +208,8 @@ def _described(known: Description, record: dict[str, Any], row: int) -> Question
             f'one ends with {str(reference)[-40:]!r}; add the number, or write {{"turns": ["…"]}}, which is not scored'
         )
     if score == "pass_at_1":
-        if "test" in record or "entry_point" in record:
+        own = known not in known_benchmarks().values()  # whoever described it wants that score
+        if own or "test" in record or "entry_point" in record:
             code = CodeTask(*(_text(record, key) for key in ("prompt", "entry_point", "test")))
         else:
             score = None  # nothing to test an answer with

@@ -152,6 +152,15 @@ def test_rows_without_the_keys_of_a_description_of_ones_own_are_refused(tmp_path
     assert found.turns == ["Only a number. 2 + 2?"]
 
 
+def test_a_score_that_a_description_of_ones_own_asks_for_needs_the_rows_keys(tmp_path):
+    row = {"task": "Add one.", "prompt": "def f(x):", "tests": "assert f(1) == 2"}
+    write(tmp_path / "q.jsonl", row)
+    lines = ["source: q.jsonl", "keys: [task]", "prompt: '{task}'", "score: pass_at_1", "unread: [prompt, tests]"]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"'entry_point' is a non-empty text"):
+        load_benchmark("mine", str(tmp_path / "mine.yaml"))
+
+
 def test_a_hub_that_cannot_be_reached_is_told(monkeypatch):
     asked = []
 
