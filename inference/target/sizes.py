@@ -16,13 +16,15 @@ Target = Any  # a `target.Target`
 def parameters(target: Target) -> int:
     """Of the whole model; of one whose weights are packed those of its config, in which they have their shapes."""
     if hasattr(target.model.config, "quantization_config"):
-        return model_sizes.count_parameters(target.model.config)
+        with sharded.loading(None):  # a model of its config that no ZeRO stage of a head splits
+            return model_sizes.count_parameters(target.model.config)
     return sum(sharded.size_of(p) for p in target.model.parameters())
 
 
 def weights_per_token(target: Target) -> int:
     """Weights that the forward of a token multiplies with: of experts those of one token, and no embedding."""
-    return model_sizes.weights_read_per_step(target.model.config)
+    with sharded.loading(None):
+        return model_sizes.weights_read_per_step(target.model.config)
 
 
 def bytes_in_memory(target: Target) -> int:
