@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from draft_heads.configs.options import option
-from draft_heads.data.text.json_rows import MalformedJson, is_file, read_rows
+from draft_heads.data.text.json_files import MalformedJson
+from draft_heads.data.text.json_rows import is_file, read_rows
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
 from draft_heads.data.text.row_keys import (
     ANSWERS,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import logging
 import re
 import urllib.error
@@ -23,7 +22,9 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+from draft_heads.data.text.json_files import GZIP, MalformedJson, file_rows, local_rows
 
 logger = logging.getLogger(__name__)
 
@@ -32,39 +33,12 @@ _OTHER_FORMATS = {
     *(".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xml", ".yaml", ".yml", ".pkl", ".npy", ".xls", ".xlsx"),
     *(".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".gz", ".bz2", ".xz", ".zst", ".safetensors"),
 }
-_BYTE_ORDER_MARK, _GZIP, _LFS = b"\xef\xbb\xbf", b"\x1f\x8b", b"version https://git-lfs"
 _FOLDER_FORMATS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON")
 _FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow", "zip", "tar")}
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
 """The files of a dataset folder that may hold rows, by ending, and names that `datasets` knows to hold none."""
 _TEXTS = {"content", "value", "text", "system", "prompt", "instruction", "thinking", "reasoning_content"}
 _REMEDY = "; give a .json or .jsonl file, a saved dataset, or the id of one on the hub"
-
-
-class MalformedJson(ValueError):
-    """A file or a line that is not JSON."""
-
-
-class RepeatedKey(MalformedJson):
-    """JSON in which an object has a key twice: all values but the last would be lost."""
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these keys and values; RepeatedKey for a key that comes twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise RepeatedKey(f"an object has a key twice: {repeated!r}; keep one of them")
-    return found
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)  # one for all: `json.loads` with a hook makes one a call
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text; ValueError for malformed JSON, RepeatedKey among them."""
-    return _DECODER.decode(text)
 
 
 def check_source(source: str) -> None:
@@ -102,18 +76,9 @@ def read_rows(
     if _is_url(source):
         yield from _url_rows(source, option)
     elif Path(source).is_file():
-        yield from _local_rows(Path(source))
+        yield from local_rows(Path(source))
     else:
         yield from _dataset_rows(source, split, config, option, is_copy)
-
-
-def _local_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            zipped = path.suffix.lower() == ".gz" or file.peek(len(_GZIP)).startswith(_GZIP)
-            yield from _file_rows(path, gzip.GzipFile(fileobj=file) if zipped else file)  # type: ignore[arg-type]
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise MalformedJson(f"{path} is damaged or cut short ({error}); copy it again") from None
 
 
 def is_file(source: str) -> bool:
@@ -135,7 +100,7 @@ def _url_rows(url: str, option: str | None) -> Iterator[tuple[str, Any]]:
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
             content = answer.read()
-        content = gzip.decompress(content) if content.startswith(_GZIP) else content
+        content = gzip.decompress(content) if content.startswith(GZIP) else content
     except (
         OSError,
         HTTPException,
@@ -146,76 +111,7 @@ def _url_rows(url: str, option: str | None) -> Iterator[tuple[str, Any]]:
         raise ValueError(
             f"{url} cannot be read ({error}); copy the file here and pass it as {_passed(option)}"
         ) from None
-    yield from _file_rows(url, io.BytesIO(content))
-
-
-def _file_rows(path: Path | str, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    lines = enumerate(file, start=1)
-    start, first = next((one for one in lines if one[1].removeprefix(_BYTE_ORDER_MARK).strip()), (0, b""))
-    if not start:
-        raise MalformedJson(f"{path} is empty; pass a file with at least one row")
-    if first.startswith(_LFS):
-        raise MalformedJson(f"{path} is a pointer of Git LFS in place of the file; run git lfs pull in its repository")
-    if first.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
-        try:
-            yield from _array_rows(path, (first + file.read()).decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise MalformedJson(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
-        return
-    for number, line in chain([(start, first)], lines):
-        if line.strip():
-            yield f"line {number}", _parsed_line(line)
-
-
-def _parsed_line(line: bytes) -> Any:
-    try:
-        return parse_json(line.decode("utf-8-sig"))
-    except RepeatedKey as error:
-        return error
-    except UnicodeDecodeError as error:
-        return MalformedJson(f"not UTF-8 text: {error.reason} at byte {error.start + 1}")
-    except json.JSONDecodeError as error:
-        indented = "; a file is a JSON array, or JSONL with a row on each line" if line.strip() == b"{" else ""
-        return MalformedJson(f"malformed JSON: {error.msg} at column {error.colno}{indented}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets a thousand deep
-        return MalformedJson(f"JSON that cannot be read: {error}")
-
-
-def _array_rows(path: Path | str, text: str) -> Iterator[tuple[str, Any]]:
-    row, position = 0, _skip_space(text, text.index("[") + 1)
-    try:
-        while not text.startswith("]", position):
-            row += 1
-            record, position = _decode_at(text, position)
-            yield f"row {row}", record
-            position = _skip_space(text, position)
-            if text.startswith(",", position):
-                position = _skip_space(text, position + 1)
-            elif not text.startswith("]", position):
-                raise json.JSONDecodeError("no ',' or ']' after the row", text, position)
-        if text[position + 1 :].strip():
-            raise json.JSONDecodeError("text after the end of the array", text, position + 1)
-    except json.JSONDecodeError as error:
-        raise MalformedJson(
-            f"{path}, row {row}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON "
-            "array cannot be read past this point: repair it, or write one row per line (JSONL)"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise MalformedJson(f"{path}, row {row}: JSON that cannot be read: {error}; repair the row") from None
-
-
-def _decode_at(text: str, position: int) -> tuple[Any, int]:
-    """(the value that begins there, where it ends); the value is a RepeatedKey if an object in it has a key twice."""
-    try:
-        return _DECODER.raw_decode(text, position)
-    except RepeatedKey as error:
-        return error, json.JSONDecoder().raw_decode(text, position)[1]
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+    yield from file_rows(url, io.BytesIO(content))
 
 
 def _dataset_rows(
@@ -298,7 +194,7 @@ class _Files:
                 yield from self._json_records(path) if _format_of(path) == "JSON" else self._csv_records(path)
 
     def _json_records(self, path: Path) -> Iterator[tuple[str, Any]]:
-        for place, record in _local_rows(path):
+        for place, record in local_rows(path):
             yield f" ({path.name}, {place})" if isinstance(record, MalformedJson) else "", record
 
     def _csv_records(self, path: Path) -> Iterator[tuple[str, dict[str, str]]]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from draft_heads.data.text.json_rows import RepeatedKey, parse_json
+from draft_heads.data.text.json_files import RepeatedKey, parse_json
 from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning
 from draft_heads.data.text.rendering import ConversationError
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from draft_heads.data.common.files import write_text
 from draft_heads.data.text.benchmarks import checked_id
-from draft_heads.data.text.json_rows import MalformedJson, read_rows
+from draft_heads.data.text.json_files import MalformedJson
+from draft_heads.data.text.json_rows import read_rows
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.metrics import accepted_by_source, shown_name

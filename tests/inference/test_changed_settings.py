@@ -6,12 +6,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
-from tests.inference.models import RANDOM_TARGETS
+from tests.inference.models import RANDOM_TARGETS, in_slots
 from tests.inference.test_changed_weights import PROMPT, SETTINGS, expected_tokens
 from tests.tiny_chat import random_llama
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize("change", ["window", "no window", "scaling"])
@@ -74,3 +77,36 @@ def test_end_tokens_that_are_set_anew_end_the_next_answer():
         model.generation_config.eos_token_id = ends
         (of_batch,) = batched.generate([PROMPT], settings)
         assert alone.generate(PROMPT, settings).tokens == of_batch.tokens == before[: place + 1]
+
+
+def test_other_rotary_frequencies_are_a_change_but_not_those_that_a_forward_sets_itself():
+    """A captured step reads the address of the old ones."""
+    target = Target(random_llama(211))
+    engine, rotary = DecodingEngine(target, NgramDrafter()), target.model.model.rotary_emb
+    before = engine.generate(PROMPT, SETTINGS).tokens
+    rotary.inv_freq = rotary.inv_freq / 4
+    after = expected_tokens(target.model)
+    assert engine.generate(PROMPT, SETTINGS).tokens == after != before and target.changes == 1
+    rotary.inv_freq.mul_(3)
+    assert engine.generate(PROMPT, SETTINGS).tokens == expected_tokens(target.model) and target.changes == 2
+    stretched = random_llama(211, max_position_embeddings=16, rope_parameters=DYNAMIC)
+    target = Target(stretched)
+    engine, inv_freq = DecodingEngine(target, VanillaDrafter()), stretched.model.rotary_emb.inv_freq
+    stretched(torch.arange(5, 45)[None])
+    assert stretched.model.rotary_emb.inv_freq is not inv_freq
+    engine.generate(PROMPT, GenerationSettings(4, ()))
+    assert target.changes == 0
+
+
+def test_a_target_that_drops_values_out_is_refused_until_it_is_evaluated():
+    target = Target(random_llama(211))
+    engines = DecodingEngine(target, NgramDrafter()), BatchEngine(target, in_slots(NgramDrafter, 2))
+    before = engines[0].generate(PROMPT, SETTINGS).tokens
+    target.model.train()  # without dropout this changes nothing
+    assert engines[0].generate(PROMPT, SETTINGS).tokens == before
+    target.model.model.layers[0].self_attn.attention_dropout = 0.1
+    for engine, asked in zip(engines, (PROMPT, [PROMPT] * 2)):
+        with pytest.raises(ValueError, match=r"those without dropout; .* is in training mode; call model.eval\(\)"):
+            engine.generate(asked, SETTINGS)
+    target.model.eval()
+    assert engines[0].generate(PROMPT, SETTINGS).tokens == before

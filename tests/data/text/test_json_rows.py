@@ -8,7 +8,8 @@ import datasets
 import pytest
 
 from draft_heads.data.text.conversations import conversation_of, read_conversations
-from draft_heads.data.text.json_rows import MalformedJson, RepeatedKey, parse_json, read_rows
+from draft_heads.data.text.json_files import MalformedJson, RepeatedKey, parse_json
+from draft_heads.data.text.json_rows import read_rows
 
 TWICE = '{"conversations": [{"from": "human", "value": "First", "value": "Second"}, {"from": "gpt", "value": "x"}]}'
 GOOD = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}]}
