@@ -210,8 +210,10 @@ def own_program() -> list[str]:
 def own_command() -> str:
     """The command of this process, to be typed again: a module of an installed package runs by its name."""
     program = own_program() or sys.argv[:1]
-    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    launcher = ["python"] if count == "1" else ["torchrun", "--nproc_per_node", count]
+    count, nodes = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    launcher = ["python"] if count == nodes == "1" else ["torchrun", "--nproc_per_node", count]
+    if nodes != "1":
+        launcher += ["--nnodes", nodes]
     return shlex.join([*launcher, *program, *sys.argv[1:]])
 
 

@@ -133,7 +133,12 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
     add("--top_k", type=int, default=0, help="sample from the k most probable tokens only; 0: all")
     add("--top_p", type=float, default=1.0, help="sample from the top tokens that make up this share; 1: all")
     add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
-    add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of sampling, the same for every question, and of the bootstrap over questions (default 0)",
+    )
     options = parse_with_config(parser, arguments, ("target", "drafters", "benchmarks", "output"))
     check_positive(options, "max_new_tokens", "max_nodes", "limit", "batch_size")
     check_seed("--seed", options.seed)

@@ -131,6 +131,8 @@ def _one_offset(option: str) -> Entry:
     return ("decay", "accept_weight"), option, lambda v: getattr(v, option, 0) == 1, why
 
 
+_NAMING = ("wandb", "trackio", "mlflow", "dagshub", "comet_ml", "swanlab")  # reporters that read --run_name
+
 NO_EFFECT: tuple[Entry, ...] = (
     (("optim",), "head_optimizer", lambda v: v.head_optimizer == "muon", "Muon is the optimizer; drop one of the two"),
     (
@@ -168,6 +170,18 @@ NO_EFFECT: tuple[Entry, ...] = (
         "eval_strategy",
         lambda v: _plain(v.save_strategy) == "best" and _plain(v.eval_strategy) == "no",
         "nothing is evaluated, so nothing would be saved; leave it out, or pass --eval_strategy steps",
+    ),
+    (
+        ("save_total_limit",),
+        "save_strategy",
+        lambda v: _plain(v.save_strategy) == "no",
+        "no checkpoint is saved; leave it out, or pass --save_strategy steps",
+    ),
+    (
+        ("run_name",),
+        "report_to",
+        lambda v: not {*v.report_to} & {*_NAMING},
+        f"runs have names in {', '.join(_NAMING)} alone; leave it out",
     ),
     (
         ("load_best_model_at_end",),

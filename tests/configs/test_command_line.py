@@ -232,3 +232,5 @@ def test_the_command_of_a_report_is_one_to_be_typed_again(monkeypatch, name, tol
     assert own_command() == told
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # as torchrun and accelerate launch set it
     assert own_command() == told.replace("python", "torchrun --nproc_per_node 4", 1)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # nodes
+    assert own_command() == told.replace("python", "torchrun --nproc_per_node 4 --nnodes 2", 1)

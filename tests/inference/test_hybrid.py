@@ -111,13 +111,13 @@ def test_who_is_needed_for_a_node_is_needed_for_those_behind_it():
     needs = dict(zip(paths(tree), tree.needs))
     assert needs[2,] == 0 and needs[2, 7] == 0b001 and needs[2, 3] == 0b010 and needs[2, 3, 1] == 0b010
     assert needs[9,] == 0b100 and needs[9, 5] == 0b110
-    assert tree.learn([2, 3, 1]) == [(0, 0), (1, 0b010), (1, 0b010)]
+    assert tree.learn([2, 3, 1]) == [(0b011, 0), (0b010, 0b010), (0b010, 0b010)]
 
 
 def test_learning_judges_every_proposal_behind_the_accepted_path_and_none_elsewhere():
     calibration = Calibration()
     tree = merged(proposal([5, 6, 7], [-1, -1, 0], [0.7, 0.3, 0.35]), calibration=calibration)
-    assert tree.learn([5, 8, 7]) == [(0, 1)]  # 5 was accepted, then 8 came instead of 7
+    assert tree.learn([5, 8, 7]) == [(1, 1)]  # 5 was accepted, then 8 came instead of 7
     right, wrong, behind = confidence(0.7), confidence(0.3), confidence(0.5)
     estimate = {entry: calibration.estimate((entry,), (0.0,)) for entry in (right, wrong, behind)}
     assert estimate[right] == pytest.approx((4 * 0.7 + 1) / 5)

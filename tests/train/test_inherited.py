@@ -132,6 +132,8 @@ def test_a_flag_that_is_said_to_be_read_is_read(dataset, tmp_path, monkeypatch):
             "--lr_scheduler_type constant: it has no warm-up",
         ),
         ('--lr_scheduler_kwargs {"x":2} --lr_scheduler_type constant --max_steps 9', "constant: it has no settings"),
+        ("--save_total_limit 3 --save_strategy no", "--save_strategy no: no checkpoint is saved"),
+        ("--run_name mine --report_to tensorboard", "--report_to ['tensorboard']: runs have names in wandb, trackio,"),
         ("--metric_for_best_model accuracy_1", "--load_best_model_at_end False: the last checkpoint is exported"),
         ("--simulate_nodes 4 --simulate_rows 0", "--simulate_rows 0: nothing is simulated"),
         ("--dataloader_prefetch_factor 2 --dataloader_num_workers 0", "--dataloader_num_workers"),

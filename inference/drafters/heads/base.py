@@ -157,7 +157,7 @@ class HeadDrafter(Drafter):
     prefill.
 
     length  [B] int64, the committed tokens of each text that it has observed
-    long_texts  counts its steps beyond the training's rows; None: a hybrid does, by what this part alone drafted
+    long_texts  counts its steps beyond the training's rows; None: a hybrid or a draft model's loop does
     caches  of what the head's blocks have read
     view    of the target, as it is when a text begins; with `reads_lm_head` of the head's draft vocabulary only
 

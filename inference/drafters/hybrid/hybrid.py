@@ -232,13 +232,13 @@ class HybridDrafter(Drafter):
             part.observe(step, slot, captured=slot is None and self.graphs is not None)
 
     def _credit(self, accepted: list[tuple[int, int]], length: int) -> None:
-        """Count for each part the accepted tokens it proposed first, after `length` tokens, and those that only it
-        brought."""
+        """Count for each part the accepted tokens it proposed first, after `length` tokens, those that only it brought,
+        and those that it would have brought alone."""
         for place, part in enumerate(self.parts):
-            own = sum(source == place for source, _ in accepted)
-            part.accepted += own
+            part.accepted += sum(proposers & -proposers == 1 << place for proposers, _ in accepted)
             if part.long_texts is not None:
-                part.long_texts.add(length, 1 + own)
+                its = [proposers >> place & 1 for proposers, _ in accepted]
+                part.long_texts.add(length, 1 + [*its, 0].index(0))
             part.needed += sum(needs >> place & 1 for _, needs in accepted)
 
     def propose(self) -> DraftTree:

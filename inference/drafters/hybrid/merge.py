@@ -138,6 +138,7 @@ class MergedTree:
     """The `max_nodes` nodes that are most probably accepted; `learn` corrects the calibration by what was.
 
     tokens, parents, log_probs, source  [M] lists, as in `DraftTree`; source is the first of those that propose a node
+    proposers  [M] bit s: source s proposes the node
     needs  [M] bit s: source s alone proposes the node or one above it, so the tree has the node thanks to that source
 
     Example: of the trees (5 → 6) and (5 → 7, 9) all four nodes differ but for 5, which both propose: the merged tree is
@@ -157,6 +158,7 @@ class MergedTree:
         self.parents: list[int] = []
         self.log_probs: list[float] = []
         self.source: list[int] = []
+        self.proposers: list[int] = []
         self.needs: list[int] = []
         self._sources, self._calibration = sources, calibration
         # of every row of the target's forward, the base token first:
@@ -191,6 +193,7 @@ class MergedTree:
             self.parents.append(parent - 1)
             self.log_probs.append(reached)
             self.source.append(proposers[0])
+            self.proposers.append(sum(1 << number for number in proposers))
             above = self.needs[parent - 1] if parent else 0
             self.needs.append(above | 1 << proposers[0] if len(proposers) == 1 else above)
             row = self._rows[parent, token] = len(self.tokens)
@@ -240,7 +243,7 @@ class MergedTree:
 
     def learn(self, followed: Sequence[int]) -> list[tuple[int, int]]:
         """Count which proposals the `followed` tokens show right, before sources read them; each accepted node's
-        `source` and `needs`."""
+        `proposers` and `needs`."""
         accepted = []
         row = 0
         for token in followed:
@@ -249,5 +252,5 @@ class MergedTree:
             if (row, token) not in self._rows:
                 break
             row = self._rows[row, token]
-            accepted.append((self.source[row - 1], self.needs[row - 1]))
+            accepted.append((self.proposers[row - 1], self.needs[row - 1]))
         return accepted

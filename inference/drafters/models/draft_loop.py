@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.heads.long_texts import LongTexts
 from draft_heads.inference.step import VerifiedStep, verify_step
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
@@ -27,6 +28,9 @@ class DraftLoop:
         """inner: a drafter whose trees the draft model verifies; None: token by token."""
         self.model, self.inner = model, inner
         self.forwards = self.drafted = 0
+        self._long_texts: LongTexts | None = getattr(inner, "long_texts", None)
+        if inner is not None and self._long_texts is not None:  # it does not observe every step as one
+            inner.long_texts = None  # type: ignore[attr-defined]
         self._capacity, self._changes = 0, model.changes
         self._cache: KVCache | None = None
         self._hidden: Tensor | None = None  # of every cached token, [capacity, H], for the inner drafter
@@ -157,6 +161,8 @@ class DraftLoop:
         self.forwards += 1
         start, accepted = cache.bound, int(step.count)
         cache.bound = start + accepted
+        if self._long_texts is not None:
+            self._long_texts.add(start, accepted)
         aux_hidden = None if step.aux_hidden is None else step.aux_hidden[0, :accepted]
         self._keep(start, step.hidden[0, :accepted], aux_hidden)
         return step
