@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from draft_heads.data.common import model_sizes
 from draft_heads.inference.target import sharded
-
-Target = Any  # a `target.Target`
+from draft_heads.inference.target.target import Target
 
 
 def parameters(target: Target) -> int:
