@@ -120,7 +120,7 @@ def flex_anchor_attention(
     """`anchor_attention` by FlexAttention: compiled once on GPU (uncompiled it builds every score), as is on CPU."""
     count = anchors.shape[1] * per_anchor
     keys_count = left[0].shape[2] + (count if right is None else right[0].shape[2])
-    block_mask = create_block_mask(visible, len(anchors), None, count, keys_count, device=anchors.device.type)
+    block_mask = create_block_mask(visible, len(anchors), None, count, keys_count, device=anchors.device)
     flex: Any = compiled_flex() if anchors.is_cuda else flex_attention
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

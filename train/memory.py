@@ -29,12 +29,13 @@ def make_head(config: Any, kind: str, settings: dict[str, Any]) -> DraftHead:
 def training_memory(config: Any, kind: str, recipe: dict[str, Any], shared: int = 1) -> dict[str, float]:
     """GiB on each GPU by part, and in all by ZeRO stage on 8 GPUs: target, head, activations, zero0 … zero3.
 
-    shared: GPUs that the 8 split the target among (--shard_target); 1: it is whole on each
+    shared: GPUs that the 8 split the target among (--shard_target): each has its share, embedding and LM head, and two
+    layers while they run; 1: it is whole on each
 
-    An estimate: the target in 16 bits; 16 bytes for each parameter of the head (weight and gradient
-    in 16 bits, a float32 weight and two Adam moments), of which ZeRO 1 shards 12, ZeRO 2 also the gradients, whose sums
-    it has in float32, ZeRO 3 all; at most the activations of one micro-batch, of short conversations with every token
-    an anchor; 2 GiB for CUDA.
+    An estimate: the target in 16 bits; 16 bytes for each parameter of the head (weight and gradient in 16 bits, a
+    float32 weight and two Adam moments), of which ZeRO 1 shards 12, ZeRO 2 also the gradients, whose sums it has in
+    float32, ZeRO 3 all; at most the activations of one micro-batch, of short conversations with every token an anchor;
+    2 GiB for CUDA.
     """
     settings = {key: recipe[key] for key in option_names(head_classes(kind)[1]) if recipe.get(key) is not None}
     if settings.get("draft_vocab_size", 0) >= config.get_text_config(decoder=True).vocab_size:  # as in training
@@ -57,6 +58,9 @@ def training_memory(config: Any, kind: str, recipe: dict[str, Any], shared: int 
         "activations": 2 * (forward + saved) / 2**30 + 2,
     }
     on_8 = parts["target"] / shared + parts["activations"]
+    if shared > 1:
+        text = config.get_text_config(decoder=True)
+        on_8 += 2 * parts["target"] / text.num_hidden_layers + 2 * 2 * text.vocab_size * text.hidden_size / 2**30
     for stage, (whole, sharded) in enumerate(((16, 0), (4, 12), (2, 16), (0, 18))):
         parts[f"zero{stage}"] = on_8 + (whole + sharded / 8) * parameters / 2**30
     return parts

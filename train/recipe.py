@@ -78,7 +78,8 @@ class Recipe:
         memory = training_memory(self.target_config, self.kind, settings, shared)
         alone = training_memory(self.target_config, self.kind, settings)["zero0"]
         stages = " / ".join(f"{memory[f'zero{stage}']:.0f}" for stage in range(4))
-        held = f"{memory['target']:.0f} GiB, is {'split among the 8' if shared > 1 else 'whole on every GPU'}"
+        where = "whole on every GPU" if shared == 1 else "split among the 8, but for what heads read"
+        held = f"{memory['target']:.0f} GiB, is {where}"
         length = "" if settings.get("max_length") else f", rows of {ASSUMED_LENGTH} tokens"
         text = (
             f"Memory for {self.target or 'a Llama of about this size'}: {alone:.0f} GiB on 1 GPU; {stages} "

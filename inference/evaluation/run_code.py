@@ -8,7 +8,6 @@ processes and the sizes of files (`code_runner`). Its process group is killed an
 from __future__ import annotations
 
 import ast
-import builtins
 import json
 import os
 import re
@@ -36,7 +35,6 @@ _QUOTED = re.compile(r"^[ \t]*>(?!>> ) ?", re.MULTILINE)
 _INDENTED = re.compile(r"(?:^(?: {4}|\t).*\n?|^[ \t]*\n)+", re.MULTILINE)
 _RETURNS = re.compile(r"^[ \t]+(?:return|yield)\b", re.MULTILINE)
 _FUTURE = re.compile(r"^[ \t]*from __future__ import [\w, ]+$", re.MULTILINE)
-_VALUES = frozenset(dir(builtins)) - {"input", "open", "exec", "eval", "exit", "quit", "breakpoint"}
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -61,7 +59,8 @@ def program_of(answer: str, task: CodeTask) -> str:
 
     An answer that has the function replaces the prompt from its `def` on, so that the prompt's imports and helpers are
     kept; any other continues the prompt, as base models do. What does not compile after either is left out, and so are
-    the examples that are run after it: they may be wrong or ask for input.
+    the examples that are run after it. What is set there is kept, and may fail: it may be of an example, and ask for
+    input.
     """
     name = re.escape(task.entry_point)
     function = re.compile(rf"^(?:(?:async )?def {name}\b|{name}[ \t]*(?::[^=\n]+)?=(?!=))", re.MULTILINE)
@@ -188,22 +187,26 @@ def _without_examples(code: str, function: re.Pattern[str]) -> str:
 
 
 def _definitions(block: str, function: re.Pattern[str]) -> str:
-    """The imports, functions, classes and constants of a block but for the function and what needs it."""
+    """What a block imports, defines and sets, but for the function and what its calls give; each part may fail."""
     if _wrong_line(block) is not None:
         return ""
-    kept, known = [], set(_VALUES)
-    for node in ast.parse(block).body:
-        parts = list(ast.walk(node))
-        names = [part for part in parts if isinstance(part, ast.Name)]
-        bound = {part.id for part in names if isinstance(part.ctx, ast.Store)}
-        bound |= {part.arg for part in parts if isinstance(part, ast.arg)}  # of a lambda
-        if isinstance(node, ast.Assign | ast.AnnAssign) and all(part.id in known | bound for part in names):
-            known |= bound  # `MOD = 10**9 + 7`, `VOWELS = set("aeiou")`
-        elif not isinstance(node, _DEFINITIONS):
-            continue
-        if not _is(node, function):
-            kept.append(f"{ast.unparse(node)}\n")
-    return "".join(kept)
+    nothing = ast.ExceptHandler(ast.Name("Exception"), None, [ast.Pass()])
+    kept = [ast.Try([node], [nothing], [], []) for node in ast.parse(block).body if _defines(node, function)]
+    return "".join(f"{ast.unparse(node)}\n" for node in kept)
+
+
+def _defines(node: ast.stmt, function: re.Pattern[str]) -> bool:
+    """Whether a statement imports, defines or sets anything, no example of the function among it."""
+    if isinstance(node, _DEFINITIONS) or _is(node, function):
+        return not _is(node, function)
+    parts = list(ast.walk(node))
+    called = (part.func.id for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name))
+    return (
+        not isinstance(node, ast.Expr | ast.Assert)
+        and any(isinstance(getattr(part, "ctx", None), ast.Store) for part in parts)
+        and not any(isinstance(part, ast.Name) and part.id == "__name__" for part in parts)
+        and not any(function.match(f"def {name}") for name in called)
+    )
 
 
 @cache

@@ -35,24 +35,26 @@ TRIED = "0.32"
 """The version of vLLM that `make check-engines` runs."""
 
 _METHODS = {
-    "propose_draft_token_ids": ("hidden_states", "aux_hidden_states", "common_attn_metadata"),
+    "propose_draft_token_ids": ("scheduler_output", "hidden_states", "aux_hidden_states", "common_attn_metadata"),
     "_input_fits_in_drafter": ("common_attn_metadata",),
     "_setup_eagle3_aux_hidden_state_outputs": (),
 }
 """Methods of vLLM's `GPUModelRunner` that are wrapped, and the arguments that are read."""
 
 
-_OPTIONS = ("draft_head", "draft_context", "draft_layers")
-"""Keys of `additional_config`; `load_model` writes the last."""
+_OPTIONS = ("draft_head", "draft_context")
+"""Keys of `additional_config`."""
 
 
 class _Step(NamedTuple):
-    """A step of the runner: states [N, H], and [N, H] of each of k layers; the first row of each request, and N."""
+    """A step of the runner: states [N, H], and [N, H] of each of k layers; the first row of each request, and N; how
+    many tokens to draft."""
 
     runner: Any
     hidden: Tensor
     aux_hidden: list[Tensor] | None
     first_rows: list[int]
+    tokens: int
 
 
 class HeadProposer:
@@ -91,7 +93,9 @@ class HeadProposer:
         self._target = model.model
         self._dtype = model.dtype
         self._limit = int(model.max_model_len)
-        self._tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        speculative = vllm_config.speculative_config
+        self._tokens = int(speculative.num_speculative_tokens)
+        self._by_batch = bool(getattr(speculative, "num_speculative_tokens_per_batch_size", None))
         self._context = options.get("draft_context", self._limit)
         if "draft_context" in options:  # of a text that is longer, half is kept: room for a step of it and its drafts
             least = 2 * (self._tokens + 1)
@@ -114,7 +118,9 @@ class HeadProposer:
             )
         files.check_layers(head.config.target_layers)
         self.layers = tuple(head.config.target_layers)
-        self._options["draft_layers"] = list(self.layers)  # what vLLM compiles depends on them, and so must its cache
+        self._options["layers_for_draft_head"] = list(
+            self.layers
+        )  # what vLLM compiles depends on them, and so must its cache
         view = self._view(target_model, files, device)
         self.drafts = RequestDrafter(self._drafter(head, view), min(self._context, self._limit))
         depth = self.drafts.depth
@@ -172,9 +178,13 @@ class HeadProposer:
         bias = None if own.lm_head_bias is None else own.lm_head_bias.to(device, self._dtype)
         return TargetView(embedding, weight[: files.vocab_size], bias, None, own.rule)
 
-    def take_step(self, runner: Any, hidden: Tensor, aux_hidden: list[Tensor] | None, metadata: Any) -> None:
-        """What the next `propose` reads: the step's states, and where each request's rows begin."""
-        self._step = _Step(runner, hidden, aux_hidden, metadata.query_start_loc_cpu.tolist())
+    def take_step(
+        self, runner: Any, scheduled: Any, hidden: Tensor, aux_hidden: list[Tensor] | None, metadata: Any
+    ) -> None:
+        """What the next `propose` reads: the step's states, where each request's rows begin, and what vLLM has
+        scheduled, which may be fewer tokens for a large batch."""
+        tokens = int(scheduled.num_spec_tokens_to_schedule) if self._by_batch else self._tokens
+        self._step = _Step(runner, hidden, aux_hidden, metadata.query_start_loc_cpu.tolist(), tokens)
 
     def propose(
         self,
@@ -185,7 +195,7 @@ class HeadProposer:
     ) -> list[list[int]]:
         """The drafts for each request, in the order of vLLM's batch; [] for one whose prompt is not read to its end."""
         assert self._step is not None
-        runner, hidden, aux_hidden, rows = self._step
+        runner, hidden, aux_hidden, rows, asked = self._step
         self._step = None
         batch = runner.input_batch
         requests = []
@@ -195,7 +205,7 @@ class HeadProposer:
             # the states of rejected drafts are of no use, and the newest token has none yet
             end = min(start + rows[index + 1] - rows[index], known - 1)
             tokens = token_ids_cpu[index, start : end + 1].tolist() if end > start else []
-            requests.append(ReadTokens(batch.req_ids[index], start, tokens, rows[index], bool(sampled)))
+            requests.append(ReadTokens(batch.req_ids[index], start, tokens, rows[index], bool(sampled) and asked > 0))
             if start and not self._cached_prefix and batch.req_ids[index] not in self.drafts:
                 self._cached_prefix = True
                 self._logger.info(
@@ -207,7 +217,7 @@ class HeadProposer:
         aux = None if not self.layers or aux_hidden is None else torch.cat(aux_hidden, dim=-1)
         drafts = self.drafts.draft(requests, hidden, aux)
         left = (self._limit - int(known) - 1 for known in num_tokens_no_spec)
-        return [chain[: max(0, room)] for chain, room in zip(drafts, left)]
+        return [chain[: max(0, min(asked, room))] for chain, room in zip(drafts, left)]
 
 
 def _logger() -> Any:
@@ -255,7 +265,8 @@ def _wrap_runner() -> None:
 
     def propose(inner: Any, runner: Any, drafter: HeadProposer, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(runner, *args, **kwargs).arguments
-        drafter.take_step(runner, given["hidden_states"], given["aux_hidden_states"], given["common_attn_metadata"])
+        names = ("scheduler_output", "hidden_states", "aux_hidden_states", "common_attn_metadata")
+        drafter.take_step(runner, *(given[name] for name in names))
         return inner(*args, **kwargs)
 
     def fits(inner: Any, runner: Any, drafter: HeadProposer, common_attn_metadata: Any) -> bool:

@@ -211,6 +211,7 @@ class Worker:
             if job.cancelled_as is not None:
                 job.cancelled_as.inc()
             return
-        if not text.stopped:
+        reason = "stop" if text.stopped else FINISH_REASONS[result.finish_reason]
+        if not text.stopped:  # a stop text in what is shown only now cuts it, but has ended nothing
             shown += text.end()
-        job.deliver(Piece(shown, tokens, "stop" if text.stopped else FINISH_REASONS[result.finish_reason]))
+        job.deliver(Piece(shown, tokens, reason))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 _MEMORY = {"stage": 3, "memory_efficient_linear": False}  # which would replace torch's `linear` in the whole process
 
@@ -57,7 +57,7 @@ def loading(split: torch.dtype | None) -> Iterator[None]:
         integration._hf_deepspeed_config_weak_ref = given
 
 
-def is_split(parameter: nn.Parameter) -> bool:
+def is_split(parameter: Tensor) -> bool:
     """Whether this process holds a share of the parameter only."""
     return hasattr(parameter, "ds_id")
 
@@ -72,7 +72,7 @@ def whole(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
     return deepspeed.zero.GatheredParameters(split)
 
 
-def size_of(parameter: nn.Parameter) -> int:
+def size_of(parameter: Tensor) -> int:
     """Values of the whole parameter."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
@@ -86,12 +86,16 @@ def whole_copy(module: nn.Module) -> nn.Module:
         return deepcopy(module, plain)
 
 
+def two_layers(decoder: nn.Module, layers: int) -> int:
+    """Values of about two layers of a decoder, whole at once while it runs."""
+    return 2 * sum(size_of(p) for p in decoder.parameters()) // layers
+
+
 def gather_in_forward(decoder: nn.Module, layers: int, dtype: torch.dtype) -> None:
     """The decoder's layers are gathered from now on when its forward reaches them, about two at a time."""
     import deepspeed
 
-    two_layers = 2 * sum(size_of(p) for p in decoder.parameters()) // layers
-    memory = {"stage3_max_live_parameters": two_layers, "stage3_max_reuse_distance": 0}
+    memory = {"stage3_max_live_parameters": two_layers(decoder, layers), "stage3_max_reuse_distance": 0}
     deepspeed.initialize(model=decoder, config=_zero_3(dtype, **memory))
     rounded = [name for name, buffer in decoder.named_buffers() if "inv_freq" in name and buffer.dtype.itemsize < 4]
     if rounded:

@@ -25,7 +25,14 @@ def weights_per_token(target: Target) -> int:
 
 
 def bytes_in_memory(target: Target) -> int:
-    """What this process holds of the model at once, about: its share, or only what heads read if nothing is run."""
-    held = target.model if target.runs else nn.ModuleList([target.embedding, target.lm_head])
-    each = [sharded.size_of(p) * p.element_size() for p in (*held.parameters(), *held.buffers())]
-    return sum(each) // (torch.distributed.get_world_size() if target.split else 1)
+    """What this process holds of the model at once, about: of a split one its share, embedding and LM head, and two
+    layers while they run; only what heads read if nothing is run."""
+    read = nn.ModuleList([target.embedding, target.lm_head])
+    held = nn.ModuleList([target.model, read]) if target.runs else read
+    processes = torch.distributed.get_world_size() if target.split else 1
+    layers = sharded.two_layers(target.decoder, len(target.layer_types)) if target.split else 0
+    each = [
+        sharded.size_of(x) * x.element_size() // (processes if sharded.is_split(x) else 1)
+        for x in (*held.parameters(), *held.buffers())
+    ]
+    return sum(each) + layers * target.dtype.itemsize

@@ -157,3 +157,29 @@ def test_an_answer_that_repeats_itself_is_read_in_time(again):
     exec(program_of(again * 170 + PROMPT + BODY, TASK).replace("check(running)", ""), namespace)
     assert namespace["running"]([3, 4, 5]) == [3, 7, 12]
     program_of(again * 170, TASK)
+
+
+@pytest.mark.parametrize(
+    "below",
+    [
+        "running.seen = {}",
+        "SEEN = {}\nrunning.seen = SEEN",
+        "class Memory(dict): pass\nrunning.seen: Memory = Memory()",
+        "import collections\nMade: Dict[int, int] = collections.OrderedDict()\nrunning.seen = {}",
+        "try:\n    from unheard_of import table as seen\nexcept ImportError:\n    seen = {}\nrunning.seen = seen",
+        "seen = {}\nfor n in range(3):\n    seen[n] = n\nseen.clear()\nrunning.seen = {**seen, 9: 9}",
+        "running.seen = {}\nresult = running([1]) + undefined\ntext = input()\nfor n in [40]: print(running(n))",
+    ],
+)
+def test_what_is_set_below_the_function_is_kept_and_may_fail(below):
+    answer = (
+        "def running(numbers):\n    if id(numbers) in running.seen: return []\n"
+        f"    return [sum(numbers[: i + 1]) for i in range(len(numbers))]\n\n{below}\n"
+    )
+    assert pass_at_1(answer, TASK) == 1.0 == pass_at_1(f"```python\n{answer}```\nIt works.", TASK)
+
+
+def test_constants_of_another_block_may_need_what_it_imports():
+    answer = "import math\nONE = math.floor(1.5)\n```\nand\n```python\ndef running(numbers):\n"
+    body = "    return [ONE * sum(numbers[: i + 1]) for i in range(len(numbers))]\n"
+    assert pass_at_1(f"```python\n{answer}{body}```", TASK) == 1.0

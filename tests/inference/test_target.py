@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from draft_heads.inference.target import sharded
@@ -162,3 +164,20 @@ def test_of_a_target_that_is_not_run_only_what_heads_read_is_converted(tmp_path,
     assert {view.embedding.weight.dtype, view.lm_head_weight.dtype, target.dtype} == {lent}
     assert target.fingerprint() == whole
     assert bytes_in_memory(target) == 2 * 300 * 32 * lent.itemsize
+
+
+def test_a_split_target_holds_its_share_what_heads_read_and_two_layers(monkeypatch):
+    """Of two processes: half of the decoder's 10 x 4 embedding and of its two 4 x 4 layers, a whole embedding and LM
+    head, and two layers, a decoder's mean with its embedding."""
+    decoder = nn.ModuleList([nn.Embedding(10, 4), *(nn.Linear(4, 4, bias=False) for _ in range(2))])
+    for weight in decoder.parameters():
+        weight.ds_id, weight.ds_numel = 0, weight.numel()
+        weight.data = torch.empty(0)  # as DeepSpeed leaves it
+    embedding, lm_head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    model = nn.ModuleList([decoder, lm_head])
+    target = SimpleNamespace(
+        **{"model": model, "decoder": decoder, "embedding": embedding, "lm_head": lm_head, "runs": True, "split": True},
+        **{"layer_types": ["full_attention"] * 2, "dtype": torch.float32},
+    )
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert bytes_in_memory(target) == 4 * ((20 + 8 + 8) + (40 + 40) + (40 + 16 + 16))

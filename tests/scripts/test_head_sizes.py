@@ -30,6 +30,18 @@ def test_a_vocabulary_smaller_than_the_recipes_draft_vocabulary_has_none():
     assert memory_table(config).count("/1b") == len(HEADS)
 
 
+def test_a_split_target_leaves_embedding_head_and_two_layers_on_every_gpu():
+    """Of Llama 3.1 8B in 16 bits: an eighth of 8.03e9 weights, 2 x 128,256 x 4,096 that heads read, and two of its 32
+    layers, its embeddings counted with them."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    config = LlamaConfig(**shape, num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False)
+    recipe = load_recipe("medusa", "8b")
+    whole, split = (training_memory(config, "medusa", recipe, shared) for shared in (1, 8))
+    held = 2 * (8.03e9 / 8 + 2 * 128256 * 4096 + 8.03e9 / 16) / 2**30
+    for stage in range(4):
+        assert whole[f"zero{stage}"] - split[f"zero{stage}"] == pytest.approx(2 * 8.03e9 / 2**30 - held, rel=1e-3)
+
+
 def test_stages_share_the_head_between_gpus_and_never_the_target():
     recipe = load_recipe("medusa", "8b")
     memory = training_memory(LlamaConfig(**SHAPES["8b"]), "medusa", recipe)

@@ -245,7 +245,8 @@ def test_print_recipe_needs_no_target_and_names_the_memory(capsys):
     assert "of about this size: 35 GiB on 1 GPU; 35 / 33 / 33 / 32 GiB on each of 8 at ZeRO 0 / 1 / 2 / 3" in flat
     assert "the target in bfloat16, 15 GiB, is whole on every GPU" in flat and "# sizes.yaml, 8b\n" in text
     split = " ".join(printed_recipe(capsys, "--config", "8b", "--shard_target", "true").replace("# ", "").split())
-    assert "35 GiB on 1 GPU; 22 / 20 / 19 / 19 GiB" in split and "15 GiB, is split among the 8)" in split
+    assert "35 GiB on 1 GPU; 25 / 23 / 22 / 22 GiB" in split
+    assert "15 GiB, is split among the 8, but for what heads read)" in split
     assert "156 GiB on 1 GPU; 156 / 146 / 145 / 143 GiB" in printed_recipe(capsys, "--config", "70b")
     assert "44 GiB on 1 GPU; 44 / 32 / 30 / 28 GiB" in printed_recipe(capsys, "--config", "8b", kind="hydra")
     assert "--target must name a folder" in refused(capsys, "--target", "", "--print_recipe")

@@ -24,7 +24,9 @@ def make_runner_class():
     class GPUModelRunner:
         use_aux_hidden_state_outputs = False
 
-        def propose_draft_token_ids(self, output, sampled, hidden_states, aux_hidden_states, common_attn_metadata):
+        def propose_draft_token_ids(
+            self, scheduler_output, sampled, hidden_states, aux_hidden_states, common_attn_metadata
+        ):
             batch = self.input_batch
             return self.drafter.propose(sampled, batch.num_tokens_no_spec, batch.token_ids_cpu, slot_mappings=None)
 
@@ -88,7 +90,7 @@ def config(**changes):
         additional_config=own | options.get("more", {}),
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(model=options["model"], dtype=torch.float32, max_model_len=options["limit"]),
-        speculative_config=SimpleNamespace(num_speculative_tokens=3),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3, **options.get("speculative", {})),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
 
@@ -198,12 +200,33 @@ def test_the_drafts_are_those_of_the_target_itself(plugin, folders):
     runner = SimpleNamespace(
         requests={"a": 0}, input_batch=SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=np.array([0]))
     )
-    proposer.take_step(runner, hidden[0], pieces, SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 20])))
+    proposer.take_step(runner, None, hidden[0], pieces, SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 20])))
     found = proposer.propose([[99]], np.array([21]), np.array([[*ids[0].tolist(), 99, 0]]))
     own = drafter_for(head_of(target, "eagle3"), target, 3, tree="chain")
     own.begin(0, ids[0], 64)
     own.observe(VerifiedStep.of_prompt(ids[0], hidden[0], torch.tensor([99]), aux[0]), 0)
     assert found == own.propose().tokens.tolist()
+
+
+@pytest.mark.parametrize("by_batch", [None, [[1, 2, 3], [3, 64, 0]]])
+def test_fewer_tokens_are_drafted_where_vllm_schedules_fewer_for_a_large_batch(plugin, folders, by_batch):
+    """vLLM's own number of a step counts where a schedule was asked for; the head reads the steps without drafts."""
+    target, name, heads = folders
+    speculative = {"num_speculative_tokens_per_batch_size": by_batch}
+    proposer = plugin.HeadProposer(config(model=name, head=heads["ctc"], speculative=speculative))
+    proposer.load_model(served(target))
+    runner = runner_class()()
+    runner.drafter, runner.requests = proposer, {"a": 0}
+    batch = runner.input_batch = SimpleNamespace(req_ids=["a"], token_ids_cpu=np.arange(5, 69)[None])
+    found = []
+    for place, scheduled in enumerate((1, 0, 2), start=20):
+        batch.num_computed_tokens_cpu, batch.num_tokens_no_spec = np.array([place]), np.array([place + 2])
+        metadata = SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 1]))
+        hidden = torch.randn(1, target.model.config.hidden_size)
+        step = SimpleNamespace(num_spec_tokens_to_schedule=scheduled)
+        found.append(len(runner.propose_draft_token_ids(step, [[7]], hidden, None, metadata)[0]))
+        assert [text.seen for text in proposer.drafts._texts.values()] == [place + 1]
+    assert found == ([1, 0, 2] if by_batch else [3, 3, 3])
 
 
 def test_the_runner_gives_layers_and_every_step_to_a_head_and_is_itself_for_others(plugin, folders):
@@ -230,6 +253,7 @@ def test_the_runner_gives_layers_and_every_step_to_a_head_and_is_itself_for_othe
         ({"parallel": {"pipeline_parallel_size": 2}}, r"got pipeline_parallel_size 2; set it to 1"),
         ({"context": -3}, r"draft_context .*-3"),
         ({"context": 7}, r"draft_context must be at least 8; got 7; leave it out for max_model_len"),
+        ({"more": {"draft_layers": [1]}}, r"draft_head and draft_context for HeadProposer; got draft_layers; rename"),
         ({"more": {"draft_contxt": 64}}, r"draft_head and draft_context for HeadProposer; got draft_contxt; rename"),
     ],
 )
