@@ -67,7 +67,8 @@ def _threads(arguments: Sequence[str]) -> int:
     asked = after.get("--threads") or _threads_in(Path(after.get("--config", "")))
     given = int(asked) if asked.isdecimal() else 0
     cores = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return given or (int(cores) if cores.isdecimal() else 0) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return given or (int(cores) if cores.isdecimal() else 0) or allowed
 
 
 def _threads_in(file: Path) -> str:

@@ -253,7 +253,7 @@ def answered_questions(given: str, answers: Iterable[QuestionKey]) -> tuple[str,
     other projects name none.
     """
     named, equals, file = given.partition("=")
-    if equals and named and not Path(given).exists():
+    if equals and named and "/" not in named and not Path(given).exists():  # as DIR and URLs have it
         return named, load_benchmark(named, file)
     benchmark = next((name for name, _ in answers), None) or "questions"
     name, source = named_benchmark(given) or (benchmark, given)

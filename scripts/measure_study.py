@@ -272,6 +272,8 @@ def write_study(
         what = lacking(study, cell, inputs)
         if what is None and (row, column) not in measured:
             what = f"questions of {cell.benchmark} of the category {cell.category}"
+        elif what is None and measured[row, column] is None:
+            what = "a figure in the report (on a GPU none has shares of time)"
         if what and row not in (rows := needs.setdefault(what, [])):
             rows.append(row)
     notes = [f"Not measured here, for want of {what}: {', '.join(rows)}." for what, rows in needs.items()]

@@ -38,6 +38,7 @@ from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import Answer, read_answers
 from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED, PROMPTS
 from draft_heads.inference.evaluation.decoded import TurnRecord
+from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.evaluation.replay import (
     AnswerStates,
     end_of_answer,
@@ -106,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
     if target is not None and states is not None:
         given |= {"target": options.target, "target_checksum": loaded_checksums({"": target.fingerprint()})[""]}
         given |= {"target_adapter": options.target_adapter, "dtype": dtype_name(target.dtype)}
-        given |= {"device": str(target.device), "not_greedy": states.note()}
+        given |= {"device": ", ".join(map(str, devices_of(target))), "not_greedy": states.note()}
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
     show_report(console, options.output, build_report(evaluation, None, settings, 0, own_command()))
     if settings.get("not_greedy"):

@@ -126,7 +126,8 @@ def trains_on_gpu() -> bool:
 
 
 def own_device(device: str | None) -> str | None:
-    """The device of this process: where several share a node and none is named, the GPU of its local rank.
+    """The device of this process: where several share a node and none is named, the GPU of its local rank. A GPU that
+    is named by its number becomes torch's current one, which kernels, graphs and counters take that name none.
 
     Where every process sees GPUs of its own, as under Slurm, the local rank may exceed their number. ValueError for
     `auto` in several processes, and for more processes than GPUs on a node.
@@ -145,6 +146,8 @@ def own_device(device: str | None) -> str | None:
             unseen = True
         if unseen:
             raise ValueError(f"--device must be one that torch sees; got {device}, which it does not; leave it out")
+        if named.type == "cuda" and named.index is not None:
+            torch.cuda.set_device(named.index)
     local = os.environ.get("LOCAL_RANK")
     if local is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import nn
 
@@ -13,15 +15,17 @@ from draft_heads.inference.target.target import Target
 def parameters(target: Target) -> int:
     """Of the whole model; of one whose weights are packed those of its config, in which they have their shapes."""
     if hasattr(target.model.config, "quantization_config"):
-        with sharded.loading(None):  # a model of its config that no ZeRO stage of a head splits
+        with suppress(ValueError), sharded.loading(None):  # a model of its config that no ZeRO stage of a head splits
             return model_sizes.count_parameters(target.model.config)
     return sum(sharded.size_of(p) for p in target.model.parameters())
 
 
 def weights_per_token(target: Target) -> int:
-    """Weights that the forward of a token multiplies with: of experts those of one token, and no embedding."""
-    with sharded.loading(None):
+    """Weights that the forward of a token multiplies with: of experts those of one token, and no embedding; of a config
+    whose decoder cannot be made alone all weights."""
+    with suppress(ValueError), sharded.loading(None):
         return model_sizes.weights_read_per_step(target.model.config)
+    return parameters(target)
 
 
 def bytes_in_memory(target: Target) -> int:

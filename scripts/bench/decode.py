@@ -297,6 +297,11 @@ def run() -> None:
             f"{options.prompt_tokens}"
         )
     texts = prompts(target, options.questions, options.prompt_tokens)
+    if (longest := max(map(len, texts)) + options.new_tokens) > target.max_positions:  # `generate` would go on
+        raise ValueError(
+            f"a prompt and --new_tokens must have room in the target's {target.max_positions} positions; got "
+            f"{longest}; lower one of them"
+        )
     result = bench_decoding(target, engines, texts, options, options.baselines)
     if scripted:
         vanilla = {"vanilla": DecodingEngine(target, VanillaDrafter(target.device))}

@@ -364,7 +364,10 @@ def measure_shape(parts: Parts, args: argparse.Namespace, shape: str) -> None:
     if not made:
         return
     timer = StepTimer(made[0], args)
-    asked = {name: work for name, work in timer.parts() if any(words in name for words in args.parts)}
+    every = dict(timer.parts())
+    if unknown := [words for words in args.parts if not any(words in name for name in every)]:
+        raise ValueError(f"--parts takes texts of the names {', '.join(every)}; got {unknown[0]!r}; leave it out")
+    asked = {name: work for name, work in every.items() if any(words in name for words in args.parts)}
     found = {name: parts.run(f"{shape}: {name}", work) or {} for name, work in asked.items()}
     others = ("plain step", "kernels", "training")
     listed = {name: value for name, value in found.items() if not name.startswith(others)}

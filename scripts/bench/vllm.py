@@ -97,7 +97,8 @@ def own_engines(args: Any, target: Target) -> dict[str, OwnEngine]:
 
 def measure_own(engine: OwnEngine, prompts: list[list[int]], settings: GenerationSettings) -> list[dict[str, Any]]:
     """What `measure` gives, of one text at a time; the acceptance length is that of later steps than the prefill, as
-    vLLM's is, but for drafters that may draft nothing: vLLM counts the steps that have drafts."""
+    vLLM's is, but for drafters that may draft nothing, of which vLLM counts the steps that have drafts, and for the
+    last step of an answer, which vLLM counts whole and we up to the answer's end."""
     engine.generate(prompts[0][::-1], endless(settings))
     if isinstance(engine, DecodingEngine):
         forget_all(engine.drafter)

@@ -37,7 +37,7 @@ from draft_heads.inference.evaluation.hf_generate import hf_generate
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import prompts as make_prompts
-from draft_heads.scripts.checks.engines_serve import served_answer
+from draft_heads.scripts.checks.engines_serve import SERVED, served_answer
 from draft_heads.scripts.decoding_options import script_parser
 
 DRAFTED, TOLERANCE = 3, 0.02
@@ -269,7 +269,7 @@ def main() -> bool:
         if not number:
             given = args.python, args.target, path, PLUGIN, DRAFTED, prompts[0], engines.longest
             answer = served_answer(*given, environment(), args.output / "server.log")
-            engines.tell(answer == plain[0]["answers"][0][0][: len(answer)], "vllm serve and OpenAI's client")
+            engines.tell(answer == plain[0]["answers"][0][0][:SERVED], "vllm serve and OpenAI's client")
     print(f"{engines.failed} checks failed" if engines.failed else "all checks passed")
     return not engines.failed
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from openai import APIConnectionError, OpenAI
 
+SERVED = 16
+"""Tokens that the server is asked for."""
+
 
 def free_port() -> int:
     with closing(socket.socket()) as asked:
@@ -55,7 +58,7 @@ def served_answer(
             else:
                 raise ValueError(f"vLLM's server did not answer within ten minutes; {log} says why")
             stream = client.completions.create(
-                model=target, prompt=prompt, max_tokens=16, temperature=0, stream=True,
+                model=target, prompt=prompt, max_tokens=SERVED, temperature=0, stream=True,
                 extra_body={"return_token_ids": True},
             )  # fmt: skip
             return [token for chunk in stream for token in getattr(chunk.choices[0], "token_ids", None) or ()]

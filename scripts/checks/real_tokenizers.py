@@ -81,6 +81,7 @@ def check(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
             texts, broken = broken_rules(renderer, messages)
         except ConversationError as error:
             print(f"  {shape}: refused: {error}")
+            count += messages[0] != SYSTEM  # a template may refuse a system text
             continue
         print(f"  {shape}: " + " ".join(f"⟦{text}⟧".replace("\n", "\\n") for text in texts))
         for rule in broken:

@@ -54,7 +54,8 @@ def test_threads_sleep_where_cores_are_not_free_unless_the_user_says_otherwise(
 )
 def test_threads_of_a_file_count_as_those_of_the_command_line(monkeypatch, tmp_path, written, command, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)  # OpenMP's choice
     (tmp_path / "own.yaml").write_text(written)
     for words in (["--config", f"{tmp_path}/own.yaml"], [f"--config={tmp_path}/own.yaml"]):
         assert waiting._threads([*words, *command]) == threads

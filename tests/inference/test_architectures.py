@@ -267,6 +267,7 @@ def test_layers_that_give_several_states_of_a_token_are_not_read():
     [
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),  # as model cards say
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 256),  # the config's are more
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}, 256),
         ({"rope_type": "linear", "factor": 4.0}, 256),
         ({"rope_type": "default"}, 256),
     ],

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from draft_heads.data.common import model_sizes
 from draft_heads.inference.target import sharded
-from draft_heads.inference.target.sizes import bytes_in_memory
+from draft_heads.inference.target.sizes import bytes_in_memory, parameters, weights_per_token
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, save_target, template
 
@@ -181,3 +182,14 @@ def test_a_split_target_holds_its_share_what_heads_read_and_two_layers(monkeypat
     )
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert bytes_in_memory(target) == 4 * ((20 + 8 + 8) + (40 + 40) + (40 + 16 + 16))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_target_whose_decoder_cannot_be_made_of_its_config_has_the_size_of_its_weights(monkeypatch, packed):
+    """As of PaddleOCR-VL, whose text config transformers maps to no decoder."""
+    target = Target(random_llama(), byte_tokenizer(template("chatml")))
+    if packed:
+        target.model.config.quantization_config = {"quant_method": "awq"}
+    monkeypatch.setattr(model_sizes.AutoModel, "from_config", lambda _: {}["of no model"])
+    expected = sum(weight.numel() for weight in target.model.parameters())
+    assert parameters(target) == weights_per_token(target) == expected

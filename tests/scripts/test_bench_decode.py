@@ -56,6 +56,7 @@ def test_quartiles_lie_within_what_was_measured(taken, expected):
         ([], "either --target or --shape"),
         (["--target", "tests/tiny_target", "--shape", "7b"], "either --target or --shape"),
         (["--target", "tests/tiny_target", "--prompt_tokens", "1000"], "--prompt_tokens must leave"),
+        (["--target", "tests/tiny_target", "--new_tokens", "9000"], "a prompt and --new_tokens must have room"),
         (["--target", "tests/tiny_target", "--drafters", "kept=ngram,keep=1"], "'kept' keeps what it learned"),
         (["--target", "tests/tiny_target", "--drafters", "h=ngram,keep=1+prompt_lookup"], "'h' keeps what it learned"),
         (["--target", "tests/tiny_target", "--scripted", "9", "--heads", "medusa"], "--scripted must lie between"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from draft_heads.inference.evaluation.evaluate import scores_of
-from draft_heads.scripts import evaluate, lossless, score_answers
+from draft_heads.scripts import decoding_options, evaluate, lossless, score_answers
 
 
 @pytest.fixture
@@ -84,3 +84,10 @@ def test_answers_that_no_run_wrote_stay(command, tmp_path, capsys):
     (tmp_path / "mt.jsonl").write_text('{"turns": ["Write."]}')
     assert evaluate.main([*command, "--benchmarks", f"mt={tmp_path / 'mt.jsonl'}"]) == 2
     assert f"{own} is there without a report.json" in capsys.readouterr().err and own.exists()
+
+
+@pytest.mark.parametrize("given", ["https://hub/questions.jsonl?download=true", "runs/a=b/questions.jsonl"])
+def test_what_has_a_slash_before_its_equals_sign_is_a_file(monkeypatch, given):
+    monkeypatch.setattr(decoding_options, "load_benchmark", lambda name, source: [name, source])
+    assert decoding_options.answered_questions(given, [("mt_bench", 1)]) == ("mt_bench", ["mt_bench", given])
+    assert decoding_options.answered_questions("mine=q.jsonl", []) == ("mine", ["mine", "q.jsonl"])

@@ -66,7 +66,8 @@ def sample_html(index: int, sample: Sample, name: str, colours: Mapping[str, int
     if tokens < sample["answer_tokens"]:
         notes.append(f"The first {tokens} of {sample['answer_tokens']} tokens.")
     if sample["measured_steps"] != steps:
-        notes.append(f"The measured run took {sample['measured_steps']} steps for them; the drafter has learnt since.")
+        since = "the drafter has learnt since, or half precision rounded otherwise"
+        notes.append(f"The measured run took {sample['measured_steps']} steps for them; {since}.")
     if sample["trees"] is None:
         notes.append("Trees were not recorded.")
     runs = "".join(

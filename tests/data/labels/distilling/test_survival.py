@@ -163,10 +163,11 @@ def test_a_process_takes_a_gpu_that_it_sees(monkeypatch, environment, gpus, own)
             own_device(None)
         return
     assert own_device(None) == own_device("cuda" if own else None) == own
+    assert set(set_to) == ({int(own[-1])} if own else set())
     assert own_device(f"cuda:{gpus - 1}") == f"cuda:{gpus - 1}" and own_device("auto") == "auto"
     with pytest.raises(ValueError, match=f"--device must be one that torch sees; got cuda:{gpus}, which it does not"):
         own_device(f"cuda:{gpus}")
-    assert set(set_to) == ({int(own[-1])} if own else set())
+    assert set_to[-1] == gpus - 1
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--device auto spreads the target over the GPUs of one process; this run has"):
         own_device("auto")
