@@ -49,7 +49,10 @@ _REWORDED = (
         "must be one of {choices}; got {value}; pick one",
     ),
     (r"Truthy value expected: got (?P<value>.*) but .*", "must be true or false; got {value}; write true or false"),
-    (r"expected (one|at least one|\d+) arguments?", "must have a value; got none; write it after the flag"),
+    (
+        r"expected (one|at least one|\d+) arguments?",
+        "must have a value; got none; write {flag}=VALUE, also one that begins with a dash",
+    ),
 )
 """What argparse and transformers say behind `argument --flag: ` → what we do; None: by `_VALUES`."""
 
@@ -62,7 +65,7 @@ def _reworded(message: str) -> str:
             words = found.groupdict()
             rule, remedy = _VALUES.get(words.get("kind", ""), (f"of type {words.get('kind')}", "write another"))
             flag = name.partition("/")[0]
-            return f"{flag} " + (ours or f"must be {rule}; got {{value}}; {remedy}").format(**words)
+            return f"{flag} " + (ours or f"must be {rule}; got {{value}}; {remedy}").format(flag=flag, **words)
     return message
 
 

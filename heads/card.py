@@ -95,7 +95,7 @@ def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) 
         base_model=base_model or None,
         library_name=LIBRARY,
         tags=["speculative-decoding", "draft-head", config.kind],
-        **licence,
+        **({} if "imported_from" in provenance else licence),  # whose authors chose their own
     )
     names = licence.get("license_name") or licence.get("license") or ()
     names = " or ".join(map(str, names if isinstance(names, list | tuple) else [names]))

@@ -248,13 +248,15 @@ class Distiller:
                 logger.warning("%s (id %s): no question follows an answer of the target: %s", row.place, row.id, error)
                 self.unasked += 1 + len(row.pending)
                 row.pending = []
+                if not any(row.mask):
+                    row.skipped = str(error)
                 yield from self._finished(row)
             else:
                 self._reject(row, error)
                 yield row
             return
         if len(prompt) >= self.max_length:
-            self.unasked += 1 + len(row.pending)
+            self.unasked += bool(row.ids) + len(row.pending)  # of a first one without room the row is skipped
             row.pending, row.cut = [], bool(row.ids)
             yield from self._finished(row)
             return

@@ -33,9 +33,8 @@ _INDENT = "    "
 _FENCED = re.compile(r"^[^\n`]*?(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[> \t]*\1|\1[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _QUOTED = re.compile(r"^[ \t]*>(?!>> ) ?", re.MULTILINE)
 _INDENTED = re.compile(r"(?:^(?: {4}|\t).*\n?|^[ \t]*\n)+", re.MULTILINE)
-_RETURNS = re.compile(r"^[ \t]+(?:return|yield)\b", re.MULTILINE)
 _FUTURE = re.compile(r"^[ \t]*from __future__ import [\w, ]+$", re.MULTILINE)
-_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DEFINITIONS = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
@@ -114,13 +113,29 @@ def _run_with(lines: list[str], function: re.Pattern[str]) -> str | None:
 
 
 def _continuation(prompt: str, answer: str, function: re.Pattern[str]) -> str:
-    """The body of the prompt's function: of the answer and its blocks the longest that compiles there, one that returns
-    something before any other, indented again where the answer lost that of its first line, or of all."""
+    """The body of the prompt's function: of the answer and its blocks the first that compiles there and returns
+    something, or else the longest, indented again where the answer lost that of its first line, or of all."""
     texts = [re.sub(r"\A(?:[ \t]*\n)+", "", text) for text in (_unquoted(answer), *_fenced(answer))]
-    dedented = [textwrap.indent(textwrap.dedent(text), _INDENT) for text in texts]
-    bodies = (*texts, *(_INDENT + text.lstrip() for text in texts), *dedented)
-    runs = [run for body in bodies if (run := _longest(body.split("\n"), function, f"{prompt}\n"))]
-    return max(runs, key=lambda run: (bool(_RETURNS.search(run)), run.count("\n")), default=answer)
+    found = [(False, 0, answer)]  # whether it returns something, its lines
+    for text in texts:
+        bodies = (text, _INDENT + text.lstrip(), textwrap.indent(textwrap.dedent(text), _INDENT))
+        runs = [run for body in bodies if (run := _longest(body.split("\n"), function, f"{prompt}\n"))]
+        found += [(_returns(f"{prompt}\n{run}", function), 1 + run.count("\n"), run) for run in runs]
+        if any(returns for returns, _, _ in found):
+            break
+    return max(found, key=lambda run: run[:2])[2]
+
+
+def _returns(code: str, function: re.Pattern[str]) -> bool:
+    """Whether the last function itself returns or yields something, not one inside it."""
+    inside: list[ast.AST] = next(([*node.body] for node in reversed(ast.parse(code).body) if _is(node, function)), [])
+    while inside:
+        node = inside.pop()
+        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(node, _DEFINITIONS | ast.Lambda):
+            inside += ast.iter_child_nodes(node)
+    return False
 
 
 def _longest(lines: list[str], function: re.Pattern[str], before: str = "") -> str | None:

@@ -128,7 +128,7 @@ def bench_loss(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, ob
 
 def run() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("--loss", nargs="*", choices=list(LOSSES), help="the losses to compare (default: all)")
+    parser.add_argument("--loss", nargs="*", choices=list(LOSSES), help="compare these losses (without a name: all)")
     for name, default in {"windows": 1024, "frames": 8, "labels": 4, "vocab": 32000, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])

@@ -33,7 +33,10 @@ from draft_heads.configs.options import true_or_false
         (["stray"], "error: 'stray' belongs to no flag; --help lists the flags\n"),
         (["--frames", "x"], "error: --frames must be a whole number; got 'x'; write for example 12\n"),
         (["--rate", "x{}"], "error: --rate must be a number; got 'x{}'; write for example 0.7\n"),
-        (["--frames"], "error: --frames must have a value; got none; write it after the flag\n"),
+        (
+            ["--frames"],
+            "error: --frames must have a value; got none; write --frames=VALUE, also one that begins with a dash\n",
+        ),
         (["--mode", "some"], "error: --mode must be one of 'no', 'steps'; got 'some'; pick one\n"),
         (["--cut", "maybe"], "error: --cut must be true or false; got 'maybe'; write true or false\n"),
         (["-n", "maybe"], "error: -n must be a whole number; got 'maybe'; write for example 12\n"),

@@ -77,9 +77,17 @@ def test_the_card_says_what_hubs_and_people_read(tmp_path):
 def test_the_card_of_a_local_target_names_no_base_model(tmp_path):
     make_head(target="tests/tiny_target").save_pretrained(tmp_path, {"imported_from": "elsewhere"})
     metadata = metadata_load(tmp_path / "README.md")
-    assert "base_model" not in metadata and "license" not in metadata
+    assert "base_model" not in metadata
     card = (tmp_path / "README.md").read_text()
     assert "Read from elsewhere." in card and "look it up" in card
+
+
+def test_the_card_of_an_imported_head_has_no_licence_that_is_the_targets(tmp_path):
+    given = {"target_licence": {"license": "apache-2.0"}}
+    for folder, origin, told in (("a", {}, "apache-2.0"), ("b", {"imported_from": "elsewhere"}, None)):
+        make_head(target="some/target").save_pretrained(tmp_path / folder, {**given, **origin})
+        assert metadata_load(tmp_path / folder / "README.md").get("license") == told
+        assert "under the licence apache-2.0" in (tmp_path / folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -183,3 +183,16 @@ def test_constants_of_another_block_may_need_what_it_imports():
     answer = "import math\nONE = math.floor(1.5)\n```\nand\n```python\ndef running(numbers):\n"
     body = "    return [ONE * sum(numbers[: i + 1]) for i in range(len(numbers))]\n"
     assert pass_at_1(f"```python\n{answer}{body}```", TASK) == 1.0
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "def main():\n    x = 1\n    y = 2\n    print('x')\n    print(running([x, y]))\n    return 0\n",
+        "def test():\n    x = 1\n    y = 2\n    z = 3\n    assert running([1]) == [1]\n    return x, y\n",
+        "return [\n    3,\n    4,\n    5,\n    6,\n    7,\n    8,\n]\n",
+    ],
+)
+def test_the_first_body_counts_whatever_longer_block_follows(second):
+    answer = f"The body:\n```python\n{textwrap.dedent(BODY)}```\nUse it so:\n```python\n{second}```\n"
+    assert pass_at_1(answer, TASK) == 1.0
