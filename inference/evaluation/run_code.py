@@ -128,7 +128,8 @@ def _continuation(prompt: str, answer: str, function: re.Pattern[str]) -> str:
 
 def _returns(code: str, function: re.Pattern[str]) -> bool:
     """Whether the last function itself returns or yields something, not one inside it."""
-    inside: list[ast.AST] = next(([*node.body] for node in reversed(ast.parse(code).body) if _is(node, function)), [])
+    last = next((node for node in reversed(ast.parse(code).body) if _is(node, function)), ast.Pass())
+    inside: list[ast.AST] = list(ast.iter_child_nodes(last))
     while inside:
         node = inside.pop()
         if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
