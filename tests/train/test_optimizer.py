@@ -113,6 +113,8 @@ def test_the_plan_tells_the_memory_that_an_optimizer_takes(name, tmp_path):
     parts = getattr(optimizer, "parts", [optimizer])
     kept = [x for part in parts for state in part.state.values() for x in state.values() if torch.is_tensor(x)]
     told = SimpleNamespace(optim=args.optim, head_optimizer="muon" if name == "muon" else "adamw")
-    trainer = SimpleNamespace(model=head, args=told, target=SimpleNamespace(runs=True, model=nn.Module(), split=False))
+    parts = {"model": nn.Module(), "embedding": nn.Module(), "lm_head": nn.Module()}
+    target = SimpleNamespace(runs=True, split=False, dtype=torch.float32, **parts)
+    trainer = SimpleNamespace(model=head, args=told, target=target)
     sizes = memory_sizes(trainer, sum(p.numel() for p in trained))
     assert sizes["optimizer"] == 4 * sum(x.numel() for x in kept if x.dim())
