@@ -118,9 +118,8 @@ class HeadProposer:
             )
         files.check_layers(head.config.target_layers)
         self.layers = tuple(head.config.target_layers)
-        self._options["layers_for_draft_head"] = list(
-            self.layers
-        )  # what vLLM compiles depends on them, and so must its cache
+        # what vLLM compiles depends on them, and so must its cache
+        self._options["layers_for_draft_head"] = list(self.layers)
         view = self._view(target_model, files, device)
         self.drafts = RequestDrafter(self._drafter(head, view), min(self._context, self._limit))
         depth = self.drafts.depth

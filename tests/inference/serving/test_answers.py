@@ -1,5 +1,7 @@
 """The server through the official client: the engine's own answers, as texts, chunks and labels."""
 
+from types import SimpleNamespace
+
 import httpx
 import openai
 import pytest
@@ -10,7 +12,8 @@ from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.serving.worker import AnswerText
+from draft_heads.inference.serving.prometheus import ServerMetrics
+from draft_heads.inference.serving.worker import AnswerText, Job, Worker
 from draft_heads.inference.target.target import Target
 from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, serve, text_of
 from tests.tiny_chat import render_prompt, save_target
@@ -138,6 +141,26 @@ def test_skipped_special_tokens_still_say_where_the_last_channel_begins(tmp_path
         assert "".join(map(text.add, tokens)) + text.end() == told
         unfinished = AnswerText(tokenizer, ("hm",), scaffold=(start, end), skips_special=skip)
         assert "".join(map(unfinished.add, [start, *thought])) + unfinished.end() == ("" if skip else "<|im_start|>")
+
+
+@pytest.mark.parametrize(("ended", "told"), [("length", "length"), ("context", "length"), ("eos", "stop")])
+def test_a_stop_text_in_an_unfinished_thought_has_ended_nothing(tmp_path, ended, told):
+    """A thought is shown only once decoding has ended, so its words can stop no decoding."""
+    tokenizer = Target.from_pretrained(save_target(tmp_path), device="cpu").tokenizer
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    thought = tokenizer("hm so", add_special_tokens=False)["input_ids"]
+
+    def stream(prompt, settings, result):
+        for token in (start, *thought):
+            result.accept_lengths.append(1)
+            yield [token]
+        result.finish_reason = ended
+
+    engine = SimpleNamespace(target=SimpleNamespace(tokenizer=tokenizer, scaffold=(start, end)), stream=stream)
+    pieces = []
+    job = Job([5], GenerationSettings(9), (" so",), pieces.append)
+    Worker._answer(SimpleNamespace(engine=engine, metrics=ServerMetrics(4)), job)
+    assert "".join(piece.text for piece in pieces) == "<|im_start|>hm" and pieces[-1].finish_reason == told
 
 
 def test_models_health_and_metrics(target, served):
