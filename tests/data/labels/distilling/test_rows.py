@@ -289,6 +289,21 @@ def test_an_answer_that_the_template_refuses_as_history_ends_its_conversation(
     assert "row 1 (id a): no question follows an answer of the target: the chat template refuses" in caplog.text
 
 
+def test_a_first_question_without_room_is_skipped_and_not_counted_as_unasked(target, tmp_path):
+    """No answer came before it; the question behind it was not asked either."""
+    long, short = "word " * 200, "Hi"
+    for name, turns, unasked in (("one", [long], 0), ("two", [long, short], 1)):
+        said = [{"role": "user", "content": turn} for turn in turns]
+        messages = [one for user in said for one in (user, {"role": "assistant", "content": "A."})]
+        rows = [{"messages": messages}, {"messages": [said[-1] | {"content": "Hello"}]}]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        loaded = Target.from_pretrained(target, "float32")
+        options = DistillOptions(labels="generate", max_new_tokens=8, max_length=64)
+        given = str(tmp_path / f"{name}.jsonl"), str(tmp_path / name), options, False, False
+        counts = distill(loaded, *given, TargetAnswerer(loaded))["counts"]
+        assert (counts["rows"], counts["skipped"], counts["unasked"]) == (1, 1, unasked)
+
+
 def test_hidden_states_are_what_the_lm_head_reads(target, source, tmp_path, capsys):
     run_distill(target, source, str(tmp_path / "out"), hidden_states="target")
     assert capsys.readouterr().out.startswith("H=32 float32: 0.125 KiB per token, ")
