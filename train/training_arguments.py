@@ -20,7 +20,7 @@ from draft_heads.train.length import INTERVALS, settle_end
 from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo, settle
 from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe, has_gpu, replaced_recipe
 from draft_heads.train.schedule import check_schedule
-from draft_heads.train.zero_config import check_build_locks, zero_config
+from draft_heads.train.zero_config import check_build_locks, free_buffers_at_the_end, zero_config
 
 
 @dataclass
@@ -114,6 +114,7 @@ def start_processes(options: Any) -> None:
 
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(backend="gloo")
+        free_buffers_at_the_end()
         del os.environ["ACCELERATE_USE_DEEPSPEED"]
 
 

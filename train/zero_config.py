@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from draft_heads.inference.target.library_names import builds_lock_by_a_file
 from draft_heads.train.zero_entries import check_entries
@@ -199,6 +200,17 @@ def check_launcher(args: Any, environment: Mapping[str, str] = os.environ) -> No
                 f"accelerate's configuration turns {what} on, which the trainer's flags decide: start accelerate "
                 "launch without it, and pass --deepspeed FILE to the trainer"
             )
+
+
+def free_buffers_at_the_end(folder: Path = Path("/dev/shm")) -> None:
+    """Take the names off the shared memory of DeepSpeed's processes on a CPU: it is freed as they end, however they do.
+
+    DeepSpeed leaves 66 MiB of each process there until the machine starts anew. Every process calls this after the
+    group has started, for until then the others open the memory by its name.
+    """
+    dist.barrier()
+    group = "_".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    (folder / f"deepspeed_allreduce_buffer_{os.getuid()}_{group}_{dist.get_rank()}").unlink(missing_ok=True)
 
 
 def check_build_locks(pause: float = 2.0) -> None:

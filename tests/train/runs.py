@@ -46,19 +46,15 @@ def run(*arguments, **options):
 
 
 def launch(*arguments, **options):
-    """As `run`, on two processes."""
-    deepspeed = [
-        str(Path(sys.executable).parent / "deepspeed"),
-        "--num_accelerators",
-        "2",
-        "--master_port",
-        free_port(),
-    ]
+    """As `run`, on two processes, whose shared memory is freed at the end."""
+    port = free_port()
+    deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2", "--master_port", port]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*deepspeed, *command(*arguments, **options)],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
+    assert not list(Path("/dev/shm").glob(f"deepspeed_*_{port}_*"))
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,6 +1,7 @@
 """A DeepSpeed configuration beside the flags, and what accelerate's launcher puts into the environment."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from draft_heads.configs.recipes import RECIPES
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.training_arguments import parse_options
-from draft_heads.train.zero_config import check_launcher, read_zero_config, zero_config
+from draft_heads.train.zero_config import check_launcher, free_buffers_at_the_end, read_zero_config, zero_config
 
 FLAGS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "fp16": False}
 ARGS = SimpleNamespace(**FLAGS, bf16=True, optim="adamw_torch_fused", torch_compile=False)
@@ -214,3 +215,20 @@ def test_bundled_configurations_leave_to_the_flags_what_is_theirs():
     for file in sorted((RECIPES / "deepspeed").glob("*.json")):
         config, lines = zero_config(str(file), ARGS)
         assert lines == [] and json.loads(file.read_text())["zero_optimization"] == config["zero_optimization"]
+
+
+def test_shared_memory_loses_its_name_once_every_process_has_opened_it(monkeypatch, tmp_path):
+    def buffer(port, rank):
+        return tmp_path / f"deepspeed_allreduce_buffer_{os.getuid()}_10.0.0.7_{port}_{rank}"
+
+    for own in (buffer(29511, 0), buffer(29511, 1), buffer(29512, 1)):
+        own.touch()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    met = []
+    monkeypatch.setattr("torch.distributed.barrier", lambda: met.append(buffer(29511, 1).exists()))
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    free_buffers_at_the_end(tmp_path)
+    assert met == [True]
+    assert set(tmp_path.iterdir()) == {buffer(29511, 0), buffer(29512, 1)}
+    free_buffers_at_the_end(tmp_path)  # processes of several machines have none
