@@ -9,6 +9,7 @@ trained with an adapter fits the target with that --target_adapter.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status
@@ -43,8 +44,9 @@ def described(path: str, target: dict[str, Any] | None, target_adapter: str | No
     rows.append(("exports", exports(head)))
     if target is not None:
         found = fits(config["target_fingerprint"], target)
-        if found == "yes" and bool(adapter) != bool(target_adapter) and "options" in head.provenance:
-            found = f"yes, as on a fine-tune: it was made {'with' if adapter else 'without'} an adapter"
+        same = {Path(one).resolve() if one else None for one in (adapter, target_adapter)}
+        if found == "yes" and len(same) > 1 and "options" in head.provenance:
+            found = f"yes, as on a fine-tune: it was made {f'with the adapter {adapter}' if adapter else 'without one'}"
         rows.append(("fits the target", found))
     return rows + trained(head.provenance)
 

@@ -1,4 +1,4 @@
-"""The whole job on the embedded target: distil → train heads → decode → report. Offline, five to eight minutes.
+"""The whole job on the embedded target: distil → train heads → decode → report. Offline, five to ten minutes.
 
     python scripts/quickstart.py --output runs/quickstart
 

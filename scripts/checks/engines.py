@@ -227,11 +227,13 @@ def check_exports(engines: Engines, head: DraftHead, chain: tuple[int, int], pla
 
         engines.tell(*check(name, method, folder))
         if name == "eagle3":
-            moved = json.loads((folder / CONFIG).read_text())
+            right = (folder / CONFIG).read_text()
+            moved = json.loads(right)
             key = "eagle_aux_hidden_state_layer_ids"
             moved[key] = [max(0, layer - 1) for layer in moved[key]]
             (folder / CONFIG).write_text(json.dumps(moved))
             good, line = check(f"{name}_layers_moved_by_one", method, folder)
+            (folder / CONFIG).write_text(right)
             engines.tell(not good, f"{line}; such a mistake must be caught")
 
 

@@ -155,21 +155,37 @@ def fault(defect: Defect) -> str | None:
 
 
 def kills(defect: Defect) -> bool:
-    """Whether the defect's tests fail in a copy of the project that has it."""
+    """Whether a defect's tests fail in a copy of the project that has it; RuntimeError if they fail without it too."""
     file, text = edited(defect)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "draft_heads"  # a package without a file of its own: the project's folders are its parts
         left_out = shutil.ignore_patterns(".git", ".venv*", "build", "runs", ".*_cache", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=left_out)
-        (copy / file.relative_to(ROOT)).write_text(text, encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", ""]  # the slow tests too
-        done = subprocess.run(
-            [*pytest, *shlex.split(defect.tests)], cwd=copy, env=environment, capture_output=True, text=True
-        )
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"pytest could not run for {defect.name!r}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 1
+        pytest = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-m",
+            "",
+            *shlex.split(defect.tests),
+        ]  # the slow tests too
+
+        def status(text: str, *options: str) -> int:
+            (copy / file.relative_to(ROOT)).write_text(text, encoding="utf-8")
+            done = subprocess.run([*pytest, *options], cwd=copy, env=environment, capture_output=True, text=True)
+            if done.returncode not in (0, 1):
+                raise RuntimeError(
+                    f"pytest could not run for {defect.name!r}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+                )
+            return done.returncode
+
+        failed = status(text) == 1
+        if failed and status(source(file), "--last-failed"):
+            raise RuntimeError(f"{defect.name}: the test that caught it fails without it too; mend the test")
+    return failed
 
 
 def main() -> int:

@@ -115,7 +115,14 @@ def test_a_head_fits_the_target_with_the_adapter_whose_chat_template_it_was_trai
     assert "fits the target │ yes" in told(monkeypatch, capsys, head, *asked)[1]
 
 
-@pytest.mark.parametrize("made_with, given, words", [("a", (), "with"), (None, ("--target_adapter",), "without")])
+@pytest.mark.parametrize(
+    "made_with, given, words",
+    [
+        ("a", (), "with the adapter a"),
+        ("a", ("--target_adapter",), "with the adapter a"),
+        (None, ("--target_adapter",), "without one"),
+    ],
+)
 def test_a_head_of_another_adapter_fits_as_a_fine_tune(tmp_path, monkeypatch, capsys, made_with, given, words):
     target = Target.from_pretrained("tests/tiny_target", device="cpu")
     known, head = {"options": {"target_adapter": made_with}}, tmp_path / "head"
@@ -123,7 +130,7 @@ def test_a_head_of_another_adapter_fits_as_a_fine_tune(tmp_path, monkeypatch, ca
     target.tokenizer.save_pretrained(tmp_path / "adapter")
     given = [*given, tmp_path / "adapter"] if given else []
     text = told(monkeypatch, capsys, head, "--target", "tests/tiny_target", *given)[1]
-    assert f"yes, as on a fine-tune: it was made {words} an adapter" in " ".join(text.split())
+    assert f"yes, as on a fine-tune: it was made {words}" in " ".join(text.split())
 
 
 def test_large_figures_and_what_was_held_out_are_told(tmp_path, monkeypatch, capsys):

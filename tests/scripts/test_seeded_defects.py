@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from draft_heads.scripts.checks.seeded_defects import edited, fault, kills, listed, pattern, source
+from draft_heads.scripts.checks.seeded_defects import Defect, definitions, edited, fault, kills, listed, pattern, source
 
 DEFECTS = listed()
 LABELS = next(defect for defect in DEFECTS if defect.name == "labels after a disagreement")
@@ -60,3 +60,22 @@ def test_an_entry_that_does_not_fit_says_what_to_correct(change, error):
 
 def test_a_planted_defect_is_caught():
     assert kills(LABELS)
+
+
+def test_a_test_that_fails_without_the_defect_too_catches_nothing(tmp_path, monkeypatch):
+    for folder in ("configs", "tests"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "configs" / "sums.py").write_text("def total():\n    return 1 + 1\n")
+    (tmp_path / "tests" / "test_sums.py").write_text(
+        "from draft_heads.configs.sums import total\n\n\ndef test_total():\n    assert total() == 2\n\n\n"
+        "def test_wrong():\n    assert total() == 3\n"
+    )
+    monkeypatch.setattr("draft_heads.scripts.checks.seeded_defects.ROOT", tmp_path)
+    definitions.cache_clear()
+    try:
+        planted = Defect("a sum", "total", "1 + 1", "1 - 1", "tests/test_sums.py -k test_total")
+        assert kills(planted)
+        with pytest.raises(RuntimeError, match="a sum: the test that caught it fails without it too; mend the test"):
+            kills(replace(planted, tests="tests/test_sums.py -k test_wrong"))
+    finally:
+        definitions.cache_clear()
