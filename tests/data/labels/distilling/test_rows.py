@@ -253,15 +253,20 @@ def test_a_longest_answer_that_rows_have_no_room_for_is_told_before_anything_is_
         assert ("no answer reaches max_new_tokens 64: raise max_length" in caplog.text) == told
 
 
-@pytest.mark.parametrize("users", [False, True])
+@pytest.mark.parametrize("users, trained", [(False, True), (False, False), (True, True)])
 def test_an_answer_that_the_template_refuses_as_history_ends_its_conversation(
-    target, tmp_path, monkeypatch, caplog, users
+    target, tmp_path, monkeypatch, caplog, users, trained
 ):
-    """As gpt-oss's refuses an answer without a final channel; a question that it refuses is the row's own fault."""
+    """As gpt-oss's refuses an answer without a final channel; a question that it refuses is the row's own fault.
+
+    Where the answer before is not to be trained on, nothing of the row is left, for this reason.
+    """
     turns = [("user", "one"), ("assistant", "x"), ("user", "bad" if users else "two"), ("assistant", "x")]
-    rows = [{"id": "a", "messages": [{"role": role, "content": text} for role, text in turns]}]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    messages[1]["weight"] = int(trained)
+    other = {"id": "b", "messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "x"}]}
     source = tmp_path / "chat.json"
-    source.write_text(json.dumps(rows))
+    source.write_text(json.dumps([{"id": "a", "messages": messages}, *([] if trained else [other])]))
     render = ChatRenderer.text
 
     def refusing(self, messages, add_generation_prompt=False, *more, **options):
@@ -282,10 +287,14 @@ def test_an_answer_that_the_template_refuses_as_history_ends_its_conversation(
         with pytest.raises(ConversationError, match=r"row 1 \(id a\): the chat template refuses .* set skip_bad_rows"):
             run()
         return
-    counts = run()["counts"]
+    manifest = run()
+    counts, skipped = manifest["counts"], [one for shard in manifest["shards"] for one in shard["skipped"]]
     (row,) = rows_of(tmp_path / "out")
     assert sum(row["assistant_mask"]) == 8 and row["greedy_ids"][-1] == min(loaded.end_token_ids)
-    assert (counts["rows"], counts["unasked"], counts["skipped"]) == (1, 1, 0)
+    assert (counts["rows"], counts["unasked"], counts["skipped"]) == (1, 1, not trained)
+    assert [(one["id"], one["reason"]) for one in skipped] == (
+        [] if trained else [("a", "the chat template refuses the conversation")]
+    )
     assert "row 1 (id a): no question follows an answer of the target: the chat template refuses" in caplog.text
 
 
