@@ -8,6 +8,7 @@ and kept (`context_keys_values`), while the queries run through the whole block.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,9 +62,18 @@ def _unlike_llama(layer: Any, head_dim: int) -> list[str]:
         "input_layernorm": (normed - plain).norm() > 0.02 * plain.norm(),
         "mlp.act_fn": activation is None or not torch.allclose(activation(grid), F.silu(grid), atol=1e-4),
         "self_attn.scaling": abs(getattr(layer.self_attn, "scaling", 0) * head_dim**0.5 - 1) > 1e-4,
+        "self_attn.rotation": _rotates_otherwise(layer.self_attn),
         "residual_multiplier": getattr(layer, "residual_multiplier", 1) != 1,
     }
     return [name for name, differs in unlike.items() if differs]
+
+
+def _rotates_otherwise(attention: nn.Module) -> bool:
+    """Whether an attention rotates pairs of neighbours (ERNIE 4.5, Helium), or a part of each head only."""
+    rotate_half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    neighbours = rotate_half is not None and rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]
+    given = rope_settings(getattr(attention, "config", None))
+    return neighbours or any(rope.get("partial_rotary_factor", 1) != 1 for rope in given)
 
 
 def scaled_rotation(layer: nn.Module) -> list[str]:

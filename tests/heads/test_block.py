@@ -45,6 +45,8 @@ def test_a_norm_takes_the_type_of_its_states_in_one_operation():
         ("gemma", ["input_layernorm", "mlp.act_fn"]),
         ("granite", ["self_attn.scaling", "residual_multiplier"]),
         ("qwen3", ["self_attn.k_norm.weight", "self_attn.q_norm.weight"]),
+        ("helium", ["self_attn.rotation"]),
+        ("ernie4_5", ["self_attn.rotation"]),
     ],
 )
 def test_a_block_differs_from_layers_that_compute_something_else(model_type, different):
@@ -53,3 +55,12 @@ def test_a_block_differs_from_layers_that_compute_something_else(model_type, dif
     config = AutoConfig.for_model(model_type, **sizes, num_key_value_heads=2, head_dim=8, **extra)
     layer = AutoModelForCausalLM.from_config(config).get_decoder().layers[0]
     assert DecoderBlock(CTCConfig(**target_sizes(config))).differs_from(layer) == different
+
+
+def test_a_block_differs_from_a_layer_that_rotates_a_part_of_each_head():
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=61)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    for given, different in (({}, []), ({"partial_rotary_factor": 0.5}, ["self_attn.rotation"])):
+        config = AutoConfig.for_model("llama", **sizes, head_dim=8, rope_parameters=rope | given)
+        layer = AutoModelForCausalLM.from_config(config).get_decoder().layers[0]
+        assert DecoderBlock(CTCConfig(**target_sizes(config))).differs_from(layer) == different
