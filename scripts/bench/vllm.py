@@ -24,7 +24,6 @@ from draft_heads.configs.command_line import exit_status
 
 import torch
 
-from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import write_folder
 from draft_heads.inference.drafters.base import forget_all
@@ -37,7 +36,7 @@ from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import check_forgets
 from draft_heads.scripts.bench.decode import prompts as make_prompts
 from draft_heads.scripts.checks.engines import PLUGIN, Engines, acceptance_length, engines_parser
-from draft_heads.scripts.decoding_options import drafter_specs, load_engines
+from draft_heads.scripts.decoding_options import answered_questions, drafter_specs, load_engines
 from draft_heads.scripts.evaluate import split_rows
 
 SIZES = (1, 8)
@@ -113,7 +112,10 @@ def measure_own(engine: OwnEngine, prompts: list[list[int]], settings: Generatio
 def main() -> None:
     parser = engines_parser(__doc__, 96, needs_heads=False)
     add = parser.add_argument
-    add("--prompts", help="a benchmark, of which the first turns are asked (default: questions of the project's own)")
+    add(
+        "--prompts",
+        help="a known benchmark or [NAME=]FILE, of which the first turns are asked (default: our own questions)",
+    )
     add("--tokens", type=int, default=4, help="drafted tokens a step (default 4)")
     add("--rounds", type=int, default=3, help="default 3")
     add("--compile", action="store_true", help="let vLLM compile the target (default: its eager mode)")
@@ -123,8 +125,8 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     target = Target.from_pretrained(args.target, torch.float32, "cpu")
     if args.prompts:
-        questions = load_benchmark("prompts", args.prompts, args.questions)
-        prompts = [target.renderer.prompt(one.first_messages, one.extra) for one in questions]
+        _, questions = answered_questions(args.prompts, ())
+        prompts = [target.renderer.prompt(one.first_messages, one.extra) for one in questions[: args.questions]]
     else:
         prompts = make_prompts(target, args.questions, 0)
     engines = Engines(args.python, args.target, args.output, prompts, args.max_new_tokens)
