@@ -164,6 +164,10 @@ def _config_value(name: str, flag: argparse.Action, value: Any) -> Any:
     if value is None:
         return None
     if flag.nargs in ("+", "*"):
+        if isinstance(value, str) and len(words := value.split()) > 1 and not Path(expand_home(value)).exists():
+            raise ValueError(
+                f"--config {name}: {flag.dest} must be a list such as [{', '.join(words)}]; got {value!r}; write it so"
+            )
         return [_single_value(name, flag, item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:
         if str(value).lower() not in ("true", "false"):
@@ -181,8 +185,6 @@ def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
     except (ValueError, argparse.ArgumentTypeError):
         known = "true_or_false" if flag.const is True else getattr(kind, "__name__", str(kind))
         rule, remedy = _VALUES.get(known, (f"of type {known}", "write another"))
-        if flag.nargs in ("+", "*") and len(words := str(value).split()) > 1:
-            rule, remedy = f"a list such as [{', '.join(words)}]", "write it so"
         raise ValueError(f"--config {name}: {flag.dest} must be {rule}; got {value!r}; {remedy}") from None
     if flag.choices is not None and converted not in flag.choices:
         valid = ", ".join(map(str, flag.choices))

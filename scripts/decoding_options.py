@@ -236,7 +236,7 @@ def parse_benchmarks(arguments: Sequence[str]) -> dict[str, str]:
         name, equals, path = text.partition("=")
         if not equals or Path(text).is_file():  # a description
             name, path = named_benchmark(text) or (name, path)
-        if not name or not path:
+        if not name or not path or any(map(str.isspace, name)):
             raise ValueError(
                 f"--benchmarks takes NAME=FILE, or a known name alone: {', '.join(known_benchmarks())}; got {text!r}; "
                 f"write for example mt_bench={text}"

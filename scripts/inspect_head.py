@@ -44,9 +44,10 @@ def described(path: str, target: dict[str, Any] | None, target_adapter: str | No
     rows.append(("exports", exports(head)))
     if target is not None:
         found = fits(config["target_fingerprint"], target)
-        same = {Path(one).resolve() if one else None for one in (adapter, target_adapter)}
-        if found == "yes" and len(same) > 1 and "options" in head.provenance:
-            found = f"yes, as on a fine-tune: it was made {f'with the adapter {adapter}' if adapter else 'without one'}"
+        if found == "yes" and "options" in head.provenance and bool(adapter) != bool(target_adapter):
+            found = f"yes, as on a fine-tune: it was made {'with the adapter' if adapter else 'without an adapter'}"
+        elif found == "yes" and adapter and Path(adapter).name != Path(target_adapter or "").name:
+            found = "yes; whether the two adapters are one is not compared"
         rows.append(("fits the target", found))
     return rows + trained(head.provenance)
 

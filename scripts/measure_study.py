@@ -273,7 +273,7 @@ def write_study(
         if what is None and (row, column) not in measured:
             what = f"questions of {cell.benchmark} of the category {cell.category}"
         elif what is None and measured[row, column] is None:
-            what = "a figure in the report (on a GPU none has shares of time)"
+            what = "a figure in what was measured (shares of time on a GPU, more drafts than a head has)"
         if what and row not in (rows := needs.setdefault(what, [])):
             rows.append(row)
     notes = [f"Not measured here, for want of {what}: {', '.join(rows)}." for what, rows in needs.items()]

@@ -97,6 +97,12 @@ def _plain(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
+def _reporters(values: Any) -> list[str]:
+    """The reporters of --report_to, which is a text until transformers makes a list of it."""
+    given = values.report_to
+    return [*_NAMING] if given == "all" else [given] if isinstance(given, str) else given
+
+
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow what is evaluated."""
 
@@ -180,7 +186,7 @@ NO_EFFECT: tuple[Entry, ...] = (
     (
         ("run_name",),
         "report_to",
-        lambda v: not {*v.report_to} & {*_NAMING},
+        lambda v: not {*_reporters(v)} & {*_NAMING},
         f"runs have names in {', '.join(_NAMING)} alone; leave it out",
     ),
     (

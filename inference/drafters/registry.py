@@ -95,7 +95,7 @@ class DrafterSpec:
         name, equals, rest = text.partition("=")
         if "," in name:  # has options but no path
             name, rest = name.partition(",")[0], text
-        if not name or (equals and not rest) or "/" in name:
+        if not name or (equals and not rest) or "/" in name or any(map(str.isspace, name)):
             raise ValueError(
                 f"a drafter is NAME or NAME=[KIND:]PATH[,key=value…][+…]; got {text!r}; write e.g. ctc=runs/ctc/head"
             )

@@ -14,6 +14,7 @@ import re
 import secrets
 import signal
 import subprocess
+import symtable
 import sys
 import tempfile
 import textwrap
@@ -58,8 +59,7 @@ def program_of(answer: str, task: CodeTask) -> str:
 
     An answer that has the function replaces the prompt from its `def` on, so that the prompt's imports and helpers are
     kept; any other continues the prompt, as base models do. What does not compile after either is left out, and so are
-    the examples that are run after it. What is set there is kept, and may fail: it may be of an example, and ask for
-    input.
+    the examples that are run after it. What is set there is kept where the function needs it, and may fail.
     """
     name = re.escape(task.entry_point)
     function = re.compile(rf"^(?:(?:async )?def {name}\b|{name}[ \t]*(?::[^=\n]+)?=(?!=))", re.MULTILINE)
@@ -82,8 +82,8 @@ def code_of(answer: str, function: re.Pattern[str]) -> str | None:
     for blocks, whole in ((fenced, answer), (fenced, unquoted), (indented, "")):
         for index, text in enumerate((*blocks, whole)):
             if run := _run_with(text.split("\n"), function):
-                others = blocks[:index] + blocks[index + 1 :]
-                return "".join(_definitions(block, function) for block in others) + run
+                others = [node for block in blocks[:index] + blocks[index + 1 :] for node in _statements(block)]
+                return _kept(others, _statements(run), function) + run
     return None
 
 
@@ -113,30 +113,54 @@ def _run_with(lines: list[str], function: re.Pattern[str]) -> str | None:
 
 
 def _continuation(prompt: str, answer: str, function: re.Pattern[str]) -> str:
-    """The body of the prompt's function: of the answer and its blocks the first that compiles there and returns
-    something, or else the longest, indented again where the answer lost that of its first line, or of all."""
+    """The body of the prompt's function: of the answer and its blocks the first that compiles there and cannot fall off
+    its end, or that returns something at all, or else the longest, indented again where the answer lost that of its
+    first line, or of all."""
     texts = [re.sub(r"\A(?:[ \t]*\n)+", "", text) for text in (_unquoted(answer), *_fenced(answer))]
-    found = [(False, 0, answer)]  # whether it returns something, its lines
+    found = list[list[str]]()
     for text in texts:
         bodies = (text, _INDENT + text.lstrip(), textwrap.indent(textwrap.dedent(text), _INDENT))
         runs = [run for body in bodies if (run := _longest(body.split("\n"), function, f"{prompt}\n"))]
-        found += [(_returns(f"{prompt}\n{run}", function), 1 + run.count("\n"), run) for run in runs]
-        if any(returns for returns, _, _ in found):
-            break
-    return max(found, key=lambda run: run[:2])[2]
+        found.append(sorted(runs, key=lambda run: -run.count("\n")))
+    for complete in (True, False):
+        for run in (run for runs in found for run in runs):
+            if _returns(f"{prompt}\n{run}", function, complete):
+                return run
+    return max((run for runs in found for run in runs), key=lambda run: run.count("\n"), default=answer)
 
 
-def _returns(code: str, function: re.Pattern[str]) -> bool:
-    """Whether the last function itself returns or yields something, not one inside it."""
-    last = next((node for node in reversed(ast.parse(code).body) if _is(node, function)), ast.Pass())
+def _returns(code: str, function: re.Pattern[str], complete: bool) -> bool:
+    """Whether the last function itself returns or yields something, not one inside it; `complete`: on every way."""
+    last = next((node for node in reversed(ast.parse(code).body) if _is(node, function)), None)
+    if not isinstance(last, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
     inside: list[ast.AST] = list(ast.iter_child_nodes(last))
+    kinds = set[type]()
     while inside:
         node = inside.pop()
-        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
-            return True
+        kinds.add(type(node))
         if not isinstance(node, _DEFINITIONS | ast.Lambda):
             inside += ast.iter_child_nodes(node)
-    return False
+    if kinds & {ast.Yield, ast.YieldFrom}:
+        return True
+    return ast.Return in kinds and (not complete or _ends(last.body))
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    """Whether nothing that follows these statements is reached."""
+    last = body[-1] if body else ast.Pass()
+    if isinstance(last, ast.If):
+        return _ends(last.body) and _ends(last.orelse)
+    if isinstance(last, ast.With | ast.AsyncWith):
+        return _ends(last.body)
+    if isinstance(last, ast.Try):
+        ways = (last.orelse or last.body, *(handler.body for handler in last.handlers))
+        return _ends(last.finalbody) or all(map(_ends, ways))
+    if isinstance(last, ast.Match):
+        return all(_ends(case.body) for case in last.cases)
+    return isinstance(last, ast.Return | ast.Raise | ast.While) and (
+        not isinstance(last, ast.While) or isinstance(last.test, ast.Constant)
+    )
 
 
 def _longest(lines: list[str], function: re.Pattern[str], before: str = "") -> str | None:
@@ -197,31 +221,60 @@ def _without_examples(code: str, function: re.Pattern[str]) -> str:
             end, column = body[after - 1].end_lineno or 0, body[after - 1].end_col_offset
             lines = code.split("\n")
             last = lines[end - 1].encode()[:column].decode()
-            later = ast.unparse(ast.Module(body[after:], []))
-            return "\n".join([*lines[: end - 1], last, _definitions(later, function)])
+            later = _statements(ast.unparse(ast.Module(body[after:], [])))
+            return "\n".join([*lines[: end - 1], last, _kept(later, body[:after], function)])
     return code
 
 
-def _definitions(block: str, function: re.Pattern[str]) -> str:
-    """What a block imports, defines and sets, but for the function and what its calls give; each part may fail."""
-    if _wrong_line(block) is not None:
-        return ""
-    nothing = ast.ExceptHandler(ast.Name("Exception"), None, [ast.Pass()])
-    kept = [ast.Try([node], [nothing], [], []) for node in ast.parse(block).body if _defines(node, function)]
+def _statements(block: str) -> list[ast.stmt]:
+    """The statements of a block; none of one that is no program."""
+    return ast.parse(block).body if _wrong_line(block) is None else []
+
+
+def _kept(others: list[ast.stmt], own: list[ast.stmt], function: re.Pattern[str]) -> str:
+    """Of the statements beside the function's `own`: imports and definitions, and what sets a name that the function
+    reads, or that what it reads reads in turn. Each may fail, or try to end the program: it may be of an example."""
+    needed, nodes = set[str](), [(node, *_names(node)) for node in (*own, *others)]
+    more = {name for node, sets, _ in nodes if _is(node, function) for name in sets}
+    while more:
+        needed |= more
+        more = {name for _, sets, reads in nodes if sets & needed for name in reads} - needed
+    handler = ast.ExceptHandler(ast.Name("BaseException"), None, [ast.Pass()])
+    kept = [ast.Try([node], [handler], [], []) for node in others if _defines(node, function, needed)]
     return "".join(f"{ast.unparse(node)}\n" for node in kept)
 
 
-def _defines(node: ast.stmt, function: re.Pattern[str]) -> bool:
-    """Whether a statement imports, defines or sets anything, no example of the function among it."""
+def _names(node: ast.stmt) -> tuple[set[str], set[str]]:
+    """The global names that a statement sets (also a part of what they name), and those that it reads."""
+    with warnings.catch_warnings(action="ignore"):
+        scopes = [symtable.symtable(ast.unparse(node), "answer", "exec")]
+    sets = {symbol.get_name() for symbol in scopes[0].get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    for part in ast.walk(node):
+        stored = isinstance(part, ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store)
+        whole: ast.AST | None = part if stored else None
+        while isinstance(whole, ast.Attribute | ast.Subscript):
+            whole = whole.value
+        if isinstance(whole, ast.Name):
+            sets.add(whole.id)
+    reads = {symbol.get_name() for symbol in scopes[0].get_symbols() if symbol.is_referenced()}
+    while scopes:
+        scope = scopes.pop()
+        reads |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global()}
+        scopes += scope.get_children()
+    return sets, reads
+
+
+def _defines(node: ast.stmt, function: re.Pattern[str], needed: set[str]) -> bool:
+    """Whether a statement imports, defines or sets what is `needed`, no example of the function among it."""
     if isinstance(node, _DEFINITIONS) or _is(node, function):
         return not _is(node, function)
-    parts = list(ast.walk(node))
-    called = (part.func.id for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name))
+    asks = ast.walk(node.test) if isinstance(node, ast.If) else ()
+    called = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
     return (
         not isinstance(node, ast.Expr | ast.Assert)
-        and any(isinstance(getattr(part, "ctx", None), ast.Store) for part in parts)
-        and not any(isinstance(part, ast.Name) and part.id == "__name__" for part in parts)
-        and not any(function.match(f"def {name}") for name in called)
+        and bool(_names(node)[0] & needed)
+        and not any(isinstance(part, ast.Name) and part.id == "__name__" for part in asks)
+        and not any(isinstance(one, ast.Name) and function.match(f"def {one.id}") for one in called)
     )
 
 

@@ -46,7 +46,7 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.heads.ctc_loss import ctc_loss_reference
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.bench.decode import in_turn, ratio
+from draft_heads.scripts.bench.decode import in_turn, one_device, ratio
 from draft_heads.scripts.decoding_options import check_positive, script_parser
 from draft_heads.train.batches import TokenBatches
 from draft_heads.train.options import RunOptions
@@ -258,6 +258,7 @@ def run() -> None:
     add("--arm", choices=ARMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     check_positive(args, "rows", "tokens_per_batch", "rows_per_batch", "repeats")
+    args.device = str(one_device(args.device))
     use_threads(args.threads)
     if args.arm:
         bench = Bench(args, args.heads[0])

@@ -86,6 +86,7 @@ def test_values_of_a_file_are_read_as_flags_on_the_command_line_are(tmp_path):
         ("limit: 1:30", "limit must be a whole number; got '1:30'; write for example 12"),
         ("limit: 3\nlimit: 4", "the key 'limit' twice; keep one"),
         ("layers: 2 4", "layers must be a list such as [2, 4]; got '2 4'; write it so"),
+        ("drafters: ngram ctc=x/head", "drafters must be a list such as [ngram, ctc=x/head]; got 'ngram ctc=x/head'"),
         ("drafters: [a, ]\nlayers:\n- 1\n-", "layers must be a whole number; got None; write"),
         ("drafters:\n- a\n-", "drafters must be a text; got None; write a word"),
         ("all: maybe", "all must be true or false; got 'maybe'; write"),
@@ -237,3 +238,9 @@ def test_the_command_of_a_report_is_one_to_be_typed_again(monkeypatch, name, tol
     assert own_command() == told.replace("python", "torchrun --nproc_per_node 4", 1)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # nodes
     assert own_command() == told.replace("python", "torchrun --nproc_per_node 4 --nnodes 2", 1)
+
+
+def test_one_path_with_a_blank_is_no_list(tmp_path):
+    (tmp_path / "my head").mkdir()
+    (tmp_path / "c.yaml").write_text(f"drafters: {tmp_path}/my head\n")
+    assert parse_with_config(config_parser(), [f"--config={tmp_path}/c.yaml"], []).drafters == [f"{tmp_path}/my head"]

@@ -169,6 +169,12 @@ def test_an_answer_that_repeats_itself_is_read_in_time(again):
         "try:\n    from unheard_of import table as seen\nexcept ImportError:\n    seen = {}\nrunning.seen = seen",
         "seen = {}\nfor n in range(3):\n    seen[n] = n\nseen.clear()\nrunning.seen = {**seen, 9: 9}",
         "running.seen = {}\nresult = running([1]) + undefined\ntext = input()\nfor n in [40]: print(running(n))",
+        "import logging\nSEEN = logging.getLogger(__name__).manager.loggerDict\nrunning.seen = SEEN",
+        "running.seen = {}\ntry:\n    n = int(input())\nexcept EOFError:\n    exit(1)",
+        "running.seen = {}\nwhile True:\n    try:\n        n = int(input()); break\n    except Exception: pass",
+        "running.seen = {}\ndef slow(n): return n < 2 or slow(n - 1) + slow(n - 2)\nresult = slow(60)",
+        "running.seen = {}\nseen = exit()\ndef other(): return seen",
+        "import sys\nrunning.seen = {}\nrunning.seen[9] = sys.exit(2)",
     ],
 )
 def test_what_is_set_below_the_function_is_kept_and_may_fail(below):
@@ -183,6 +189,31 @@ def test_constants_of_another_block_may_need_what_it_imports():
     answer = "import math\nONE = math.floor(1.5)\n```\nand\n```python\ndef running(numbers):\n"
     body = "    return [ONE * sum(numbers[: i + 1]) for i in range(len(numbers))]\n"
     assert pass_at_1(f"```python\n{answer}{body}```", TASK) == 1.0
+
+
+def test_the_first_body_that_always_returns_counts():
+    first = "if not numbers:\n    return []\n"
+    whole = f"{first}{textwrap.dedent(BODY)}"
+    answer = f"First:\n```python\n{first}```\nAll of it:\n```python\n{whole}```\n"
+    assert pass_at_1(answer, TASK) == 1.0
+    more = f"```python\n{whole}```\nNot so:\n```python\n{whole.replace('+=', '-=')}print(total)\n```\n"
+    assert pass_at_1(more, TASK) == 1.0
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "if sums:\n    return sums\nelse:\n    return []",
+        "try:\n    return sums\nfinally:\n    pass",
+        "with open('/dev/null'):\n    return sums",
+        "while True:\n    if len(sums) == len(numbers):\n        return sums",
+        "match sums:\n    case []:\n        return []\n    case _:\n        return sums",
+    ],
+)
+def test_a_body_that_always_returns_is_known_by_its_last_statement(end):
+    whole = textwrap.dedent(BODY).replace("return sums\n", f"{end}\n")
+    answer = f"First:\n```python\nif not numbers:\n    return []\n```\nAll:\n```python\n{whole}```\n"
+    assert pass_at_1(answer, TASK) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,8 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--drafters", "transformers=transformers,prompt_lookup=3"], "under another name; got 'transformers=transf"),
         (["--drafters", "a/b=transformers,prompt_lookup=3"], "a drafter is NAME or NAME=[KIND:]PATH[,key=value…][+"),
         (["--drafters", "=transformers,prompt_lookup=3"], "got '=transformers,prompt_lookup=3'; write e.g. ctc="),
+        (["--drafters", "ngram a=vanilla"], "got 'ngram a=vanilla'; write e.g. ctc=runs/ctc/head"),
+        (["--benchmarks", "gsm8k mt=mt.jsonl"], "got 'gsm8k mt=mt.jsonl'; write for example"),
         (["--drafters", "A=vanilla", "a=transformers,prompt_lookup=3"], "'a' and 'A' differ only in case; rename one"),
         (["--run_code"], "--run_code runs the code of answers (HumanEval); no question asks for any; leave it out"),
         (["--drafters", "x=transformers,assistant=absent/../absent"], "absent/../absent"),

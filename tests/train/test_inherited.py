@@ -201,6 +201,14 @@ def test_the_recipe_that_a_run_writes_is_one_that_it_may_be_given(tmp_path, kind
     assert yaml.safe_load(same.recipe) == yaml.safe_load(training.recipe)
 
 
+def test_a_files_name_of_the_run_stays_beside_a_reporter_that_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("draft_heads.train.options.check_reporting", lambda names: None)  # wandb is not installed here
+    (tmp_path / "own.yaml").write_text("run_name: mine\n")
+    given = [*GIVEN, "--config", str(tmp_path / "own.yaml"), "--report_to"]
+    assert parse_options(CTCConfig, [*given, "wandb"])[2].run_name == "mine"
+    assert parse_options(CTCConfig, [*given, "tensorboard"])[2].run_name != "mine"
+
+
 BEST = "metric_for_best_model: accuracy_2"
 
 
