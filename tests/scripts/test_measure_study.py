@@ -82,8 +82,8 @@ def test_what_a_drafter_learned_on_one_benchmark_does_not_count_on_another(tmp_p
     assert after == alone  # `first` had the same questions
     without = dict.fromkeys(found[named])
     measure_study.write_study(read_study(str(study)), without, inputs, out, False)
-    told = "Not measured here, for want of a figure in what was measured (shares of time on a GPU, more drafts than a head "
-    told += "has): kept."
+    told = "Not measured here, for want of a figure in what was measured (shares of time on a GPU, more drafts than a"
+    told += " head has): kept."
     assert (out / "study.md").read_text().count(told) == 1
 
 
