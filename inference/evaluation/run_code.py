@@ -199,7 +199,8 @@ def _wrong_line(code: str, function: re.Pattern[str] | None = None) -> int | Non
 
 
 def _does_nothing(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    nothing = isinstance(node, ast.Pass | ast.Import | ast.ImportFrom)
+    return nothing or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
 def _is(

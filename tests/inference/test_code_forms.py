@@ -185,6 +185,13 @@ def test_what_is_set_below_the_function_is_kept_and_may_fail(below):
     assert pass_at_1(answer, TASK) == 1.0 == pass_at_1(f"```python\n{answer}```\nIt works.", TASK)
 
 
+@pytest.mark.parametrize("form", ["the beginning, and then the body", "fenced", "the body"])
+def test_imports_alone_are_no_body(form):
+    prompt = PROMPT.replace('    """ Sums', '    import math\n    """ Sums')
+    task = CodeTask(prompt, "running", TASK.test)
+    assert pass_at_1(forms_of(prompt, BODY)[form], task) == 1.0
+
+
 def test_constants_of_another_block_may_need_what_it_imports():
     answer = "import math\nONE = math.floor(1.5)\n```\nand\n```python\ndef running(numbers):\n"
     body = "    return [ONE * sum(numbers[: i + 1]) for i in range(len(numbers))]\n"
