@@ -31,7 +31,7 @@ _EARLIER = re.compile(r"[^=;]*=[^=;]*?[,;] +(?=[$€£]?\d[^,;=]*=)")  # `16 - 3
 _MIXED = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d*[1-9]\d*)(?![\d./]\d|\d)")  # 2 1/2
 _LATEX_FRACTION = re.compile(r"(\d ?)?\\[dt]?frac ?\{?(\d+)\}?\{?(\d+)\}?")
 _DIVIDED = re.compile(r" ?[/÷] ?")  # between the last two numbers of a text
-_HEADING = re.compile(r"[.):][ \t]*[^\W\d]")  # after the number of `#### 2. Total`
+_HEADING = re.compile(r"[.):][ \t]*[^\W\d]|[.)][ \t]+[*_`$\d]|\ufe0f?\u20e3")  # after the number of `#### 2. Total`
 _OPERATORS = {"+": "+", "plus": "+", "-": "-", "−": "-", "–": "-", "minus": "-", "/": "/", "÷": "/", r"\div": "/"}
 _OPERATORS |= dict.fromkeys(("*", "×", "·", "x", "X", "times", r"\times", r"\cdot"), "*")
 _OPERATORS |= {"multiplied by": "*", "divided by": "/", "at": "*"}  # `9 eggs at $2`
