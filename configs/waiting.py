@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,12 +20,18 @@ FREE = 0.8
 
 
 def choose_wait_policy(arguments: Sequence[str]) -> None:
-    """Let threads sleep while they wait, unless the user has chosen or there is an idle core for each of them.
+    """Let threads sleep while they wait, unless the user has chosen, there is an idle core for each of them, or torch
+    is loaded already, which has read the choice.
 
     arguments: the command line, of which `--threads` counts, or that of its `--config` file
     """
     threads = _threads(arguments)
-    if threads > 1 and POLICY not in os.environ and (_several_processes() or free_cores() < FREE * threads):
+    if (
+        "torch" not in sys.modules
+        and threads > 1
+        and POLICY not in os.environ
+        and (_several_processes() or free_cores() < FREE * threads)
+    ):
         os.environ[POLICY] = "PASSIVE"
 
 

@@ -13,9 +13,10 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)%.])[-−–](?![$€£][-−–]))?[$€£]?(?:(?<=[$€£])[-−–])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<!\d)\.\d+)"
 )
+_SIGNS = "*_`$\\\\{\u2190-\u2211\u2213-\u2bff\ufe0f\U0001f000-\U0001faff"  # Markdown's, LaTeX's, arrows and emojis
 _LEAD = re.compile(
-    r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?|"
-    r"(?:[^\W\d_]++(?:[ \t]++[^\W\d_]++){0,3}[ \t]*+)?[:=])?[\s*_`$\\{]*",
+    rf"#*[ \t{_SIGNS}]*(?:(?:the )?(?:final )?answer(?: is)?:?|"
+    rf"(?P<label>[^\W\d_]++(?:[ \t]++[^\W\d_]++){{0,3}}[ \t]*+)?[:=])?[\s{_SIGNS}]*",
     re.IGNORECASE,
 )
 _THOUSANDS = re.compile(
@@ -77,16 +78,19 @@ def gsm8k_answer(text: str) -> Decimal | None:
 
 
 def _number_after_mark(text: str) -> Decimal | None:
-    """The number that the text after a mark begins with; None for words, and for a heading such as `2. Total`, after
-    which more numbers come."""
+    """The number that the text after a mark begins with; None for words, and for a heading, such as `2. Total`, or
+    `Solution:` above a line of numbers, after which more numbers come."""
     lead = _LEAD.match(text)
-    line, *below = text[lead.end() if lead else 0 :].split("\n", 1)
+    assert lead, "every part of it may be missing"
+    titled = lead["label"] and "\n" in lead[0]
+    line, *below = text[lead.end() :].split("\n", 1)
     while earlier := _EARLIER.match(line):
         line = line[earlier.end() :]
     sides = _sides(line)
     numbers = [side[0] for side in sides if len(side) == 1]
     more = below and _NUMBER.search(below[0])
-    if more and len(sides) == 1 and numbers and (only := _NUMBER.match(line)) and _HEADING.match(line, only.end()):
+    counts = len(sides) == 1 and numbers and (only := _NUMBER.match(line)) and _HEADING.match(line, only.end())
+    if more and (titled or counts):
         return None
     if numbers:
         return _decimal(numbers[-1])

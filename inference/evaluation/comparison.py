@@ -90,10 +90,11 @@ def check_targets(reports: Reports) -> None:
     """ValueError naming two reports whose targets differ."""
     (first, report), *others = reports.items()
     for name, other in others:
-        if not same_target(report["target"], other["target"]):
+        replayed = {one["settings"].get("target_checksum") for one in (report, other)} - {None}
+        if not same_target(report["target"], other["target"]) or len(replayed) > 1:
             here, there = target_name(report), target_name(other)
             apart = [row[0] for row in differences({first: report, name: other}).rows if here == there]
-            unlike = ", ".join(key.removeprefix("target ") for key in apart if key.startswith("target "))
+            unlike = ", ".join(key[len("target ") :] for key in apart if key.startswith(("target ", "target_")))
             raise ValueError(
                 f"reports are compared on one target; {first} has {here} and {name} {there}"
                 f"{f', of another {unlike}' if unlike else ''}; compare reports of one target, or add --any_target"
@@ -114,7 +115,8 @@ def same_target(one: dict[str, Any] | None, other: dict[str, Any] | None) -> boo
 def target_name(report: Report) -> str:
     """A target's path and size."""
     target = report["target"]
-    return f"{target['path']} ({target['parameters']:,} parameters)" if target else "none (replayed answers)"
+    replayed = report["settings"].get("target") or "none"
+    return f"{target['path']} ({target['parameters']:,} parameters)" if target else f"{replayed} (replayed answers)"
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ CHECKED = (
     *(*FREE.values(), "medusa:head+ngram", "ctc:head+ngram", "hydra:head+lookahead,n=4,w=4"),
 )
 
+GRAPHS = ", graphs"
+
 
 def recipe_head(target: Target, kind: str) -> DraftHead:
     """An untrained head of the 8B recipe's settings, scaled to the target."""
@@ -78,7 +80,7 @@ def correctness(
 
     In half precision near ties may differ. ValueError if the fused forward, which graphs need, does not serve it.
     """
-    found: dict[str, Any] = {}
+    counted: dict[str, Any] = {}
     torch.manual_seed(0)
     target = Target(RANDOM_TARGETS[name]().to(device, dtype), name=name)
     check_fused(target)
@@ -88,13 +90,21 @@ def correctness(
         for graphs in (True, False):
             try:
                 engine = DecodingEngine(target, build(target, words, 12), captured=None if graphs else False)
-                turns = [(text, engine.generate(text, settings).tokens) for text in texts]
-                counts = judge_all(oracle, turns).as_dict()
+                results = [engine.generate(text, settings) for text in texts]
+                counts = judge_all(oracle, [(text, found.tokens) for text, found in zip(texts, results)]).as_dict()
+                counts["steps"] = sum(len(result.accept_lengths) for result in results)
                 counts["elsewhere"] = _elsewhere(engine.steps, texts[0]) if engine.steps.ahead and not graphs else []
             except Exception:  # the other drafters are still tried
                 counts = {"unexplained": len(texts), "elsewhere": [], "failed": traceback.format_exc()}
-            found[f"{words}{', graphs' if graphs else ''}"] = counts
-    return found
+            counted[f"{words}{GRAPHS if graphs else ''}"] = counts
+    return counted
+
+
+def draft_worse(answers: dict[str, Any]) -> list[str]:
+    """The engines that take more steps with graphs than without: their answers are right, their drafts are not."""
+    steps = {words: counts["steps"] for words, counts in answers.items() if "steps" in counts}
+    pairs = ((words, steps.get(words.removesuffix(GRAPHS), taken), taken) for words, taken in steps.items())
+    return [words for words, without, taken in pairs if taken > 1.1 * without + 2]
 
 
 def _elsewhere(steps: StepRunner, text: list[int]) -> list[str]:

@@ -157,7 +157,7 @@ def generating(
     target: Target, kind: str, texts: list[list[int]], new_tokens: int, **options: Any
 ) -> Callable[[], None]:
     """A run of transformers' own greedy loop: as it is, with its static cache, or compiled over that."""
-    options |= {} if kind == "eager" else {"cache_implementation": "static"}
+    options |= {} if kind == "eager" else {"cache_implementation": "static", "disable_compile": True}
     options |= {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
     model = copy.copy(target.model)
     if kind == "compiled":

@@ -44,7 +44,14 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, check_fused, correctness, recipe_head
+from draft_heads.scripts.bench.answers_on_gpu import (
+    HEAD_WORDS,
+    build,
+    check_fused,
+    correctness,
+    draft_worse,
+    recipe_head,
+)
 from draft_heads.scripts.bench.decode import (
     FullTrees,
     ScriptedAcceptance,
@@ -351,7 +358,11 @@ def check_answers(parts: Parts, args: argparse.Namespace, device: torch.device) 
     for name, check in checks.items():
         answers = parts.run(f"correctness {name}", check) or {}
         bad = [words for words, counts in answers.items() if counts["unexplained"] or counts["elsewhere"]]
-        print(f"{name}: answers of {len(answers)} engines; {', '.join(bad) or 'none'} differ or leave the device")
+        bad += draft_worse(answers)
+        print(
+            f"{name}: answers of {len(answers)} engines; {', '.join(bad) or 'none'} differ, leave the device or draft "
+            "worse with graphs"
+        )
         wrong += bad
     return wrong
 

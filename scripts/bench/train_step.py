@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -139,7 +140,8 @@ class Bench:
             arm: self.tokens / sum(batch["input_ids"].numel() for batch in batches)
             for arm, batches in self.batches.items()
         }
-        recipe = load_recipe(kind, size_class(count_parameters(self.target.model.config)))
+        parameters, gpu = count_parameters(self.target.model.config), self.target.device.type == "cuda"
+        recipe = load_recipe(kind, size_class(parameters, gpu))
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         settings.pop("draft_vocab_size", None)
         settings["target_layers"] = layers
@@ -226,6 +228,8 @@ def measure(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     peaks = {arm: peak_in_own_process("--arm", arm, "--heads", kind) for arm in ARMS}
     bench = Bench(args, kind)
     losses = {arm: bench.pass_over(arm) for arm in ARMS}
+    if not math.isclose(*losses.values(), rel_tol=0.01):
+        raise ValueError(f"both arms must have one loss; {kind}'s are {losses}; what is timed is not the same work")
     bench.spent = dict.fromkeys(bench.spent, 0.0)
     seconds = in_turn({arm: partial(bench.pass_over, arm) for arm in ARMS}, args.repeats, bench.target.device)
     shares = {part: round(spent / sum(bench.spent.values()), 3) for part, spent in bench.spent.items()}

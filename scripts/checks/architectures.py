@@ -8,6 +8,7 @@ architecture that is served answers differently, or fails without a sentence.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tempfile
@@ -239,8 +240,11 @@ def check(
     answers = [answer[:room] for answer, room in zip(own_answers(folder, dtype, prompts, new_tokens), rooms)]
     generated = [DecodingEngine(target, _ForkedAnswer(a)).generate(p, settings) for p, a in zip(prompts, answers)]
     identical = sum(found.tokens == answer for found, answer in zip(generated, answers))
-    holds = identical == count
-    found = "exact" if holds else f"{identical} of {count}"
+    steps = sum(len(found.accept_lengths) for found in generated)
+    fewest = sum(1 + math.ceil((len(answer) - 1) / (1 + _ForkedAnswer.max_depth)) for answer in answers)
+    holds = identical == count and steps == fewest
+    found = "exact" if identical == count else f"{identical} of {count}"
+    found += f", {steps} steps where {fewest} are enough" * (steps != fewest)
     try:
         trained = [kind for kind in heads if trains(target, kind, prompts, answers)]
         holds &= len(trained) == len(heads)

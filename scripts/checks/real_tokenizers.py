@@ -8,7 +8,8 @@ are rendered, and for each the trained text of every turn is printed. The rules:
 
 - each turn trains its answer, whole and once, and behind it nothing but the token that ends it;
 - what is not trained holds every question and the system text, and no answer;
-- the tokens before the last answer's first are the prompt that the target would be asked;
+- the tokens before the last answer begin with the prompt that the target would be asked (a template may put an empty
+  thought between the two);
 - a control token that someone typed is refused.
 """
 

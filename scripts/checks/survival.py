@@ -4,8 +4,9 @@
 
 Every attempt is a process of its own that ends by SIGKILL: at a random event (a file opened for writing, renamed or
 removed, a folder made or removed, a training step or shard done) or at a random moment. The next attempt is the same
-command. What must hold: every attempt resumes; at most one save interval of steps and no finished shard is lost; the
-finished head and the finished dataset are those of the undisturbed run, bit for bit. Exit status 0 only then.
+command. What must hold: every attempt goes on after the last save; at most one save interval of steps and no finished
+shard is lost; the finished head and the finished dataset are those of the undisturbed run, bit for bit. Exit status 0
+only then.
 """
 
 from __future__ import annotations
@@ -54,38 +55,42 @@ class Attempt(NamedTuple):
     killed    by the signal meant for it; False: it finished
     events    watched events in the run's folder
     progress  the last optimizer step, or finished shards, of the whole run; 0: killed before
+    first     the first that it did of these; 0: none
     """
 
     killed: bool
     events: int
     progress: int
+    first: int
 
 
 def attempt(argv: list[str], folder: Path, at_event: int = 0, after_seconds: float = 0.0) -> Attempt:
     """Run a script in a forked process, which kills itself at the n-th event, or after a time, if one is given."""
-    shared = mmap.mmap(-1, 16)  # events and progress, readable after the process was killed
+    shared = mmap.mmap(-1, 24)  # events, progress and first, readable after the process was killed
     log = folder.parent / f"{folder.name}.log"
     child = os.fork()
     if child == 0:
         _in_child(argv, folder, log, shared, at_event, after_seconds)
     _, status = os.waitpid(child, 0)
-    events, progress = struct.unpack("qq", shared[:16])
+    events, progress, first = struct.unpack("qqq", shared[:24])
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     if not killed and status != 0:
         text = log.read_text(errors="replace")
         if not any(sentence in text for sentence in _FINISHED):
             raise RuntimeError(f"{' '.join(argv)} failed:\n{text[-3000:]}")
-    return Attempt(killed, events, progress)
+    return Attempt(killed, events, progress, first)
 
 
 def _in_child(argv: list[str], folder: Path, log: Path, shared: mmap.mmap, at_event: int, after_seconds: float) -> None:
     """The forked process; never returns."""
-    events, progress, status = 0, 0, 1
+    events, progress, first, status = 0, 0, 0, 1
 
     def count(reached: int | None = None) -> None:
-        nonlocal events, progress
-        events, progress = events + 1, progress if reached is None else reached
-        shared[:16] = struct.pack("qq", events, progress)
+        nonlocal events, progress, first
+        events += 1
+        if reached is not None:
+            first, progress = first or reached, reached
+        shared[:24] = struct.pack("qqq", events, progress, first)
         if events == at_event:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -159,6 +164,8 @@ def survive(
             wrong.append(f"{reached} were done, {before} kept: more than {interval} lost")
         most_lost = max(most_lost, reached - before)
         this = attempt(argv, folder, event, moment)
+        if this.first not in (0, before + 1):
+            wrong.append(f"{before} were kept, and the next attempt went on with {this.first}")
         history.append(f"{before} → {this.progress} ({f'event {event}' if event else f'{moment:.2f} s'})")
         if this.killed:
             killed += 1

@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,9 @@ def test_threads_sleep_where_cores_are_not_free_unless_the_user_says_otherwise(
         if value is None:
             monkeypatch.delenv(name)
     monkeypatch.setattr(waiting, "free_cores", lambda: free)
+    choose_wait_policy(command)
+    assert waiting.POLICY not in os.environ or os.environ[waiting.POLICY] == given  # torch is loaded and has read it
+    monkeypatch.setattr(waiting, "sys", SimpleNamespace(modules={}))
     choose_wait_policy(command)
     assert waiting_threads() == does
     assert given is None or os.environ[waiting.POLICY] == given
@@ -95,5 +99,6 @@ def test_every_command_line_chooses_before_torch_is_loaded(monkeypatch):
     monkeypatch.delenv(waiting.POLICY, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(waiting, "free_cores", lambda: 0.0)
+    monkeypatch.setattr(waiting, "sys", SimpleNamespace(modules={}))
     runpy.run_path(command_line.__file__)
     assert os.environ.pop(waiting.POLICY) == "PASSIVE"

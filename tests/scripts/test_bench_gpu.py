@@ -74,6 +74,13 @@ def test_a_target_that_runs_through_its_modules_is_a_failure(tmp_path, monkeypat
     assert "must run through the fused forward" in found["failed"]["correctness llama"]
 
 
+def test_worse_drafts_with_graphs_are_found():
+    steps = {"vanilla": 48, "vanilla, graphs": 48, "ngram": 12, "ngram, graphs": 16, "ctc:head": 40}
+    steps |= {"ctc:head, graphs": 46, "draft, graphs": 9}
+    counted = {words: {"steps": taken} for words, taken in steps.items()} | {"draft": {"unexplained": 4}}
+    assert answers_on_gpu.draft_worse(counted) == ["ngram, graphs"]
+
+
 def test_a_tensor_off_the_device_is_found():
     watching = answers_on_gpu.OnDevice(torch.device("meta"))
     with watching:
