@@ -129,6 +129,7 @@ def main() -> None:
         kind: (
             "python", *trainer_script(kind), "--target", target, "--dataset", distilled,
             "--output_dir", str(output / kind), "--max_steps", str(args.steps), "--threads", "1",
+            "--eval_steps", str(max(1, args.steps // 2)),
         )
         for kind in args.heads
     }  # fmt: skip
@@ -137,7 +138,7 @@ def main() -> None:
     drafters = [f"{kind}={output}/{kind}/head" for kind in args.heads]
     drafters.insert(1, f"{args.heads[0]}_ngram={args.heads[0]}:{output}/{args.heads[0]}/head+ngram")
     decode = (
-        "python", "scripts/evaluate.py", "--target", target,
+        *python, "scripts/evaluate.py", "--target", target,
         "--drafters", "transformers", "ngram", *drafters,  # the other plain loop, what needs no training, and heads
         "--benchmarks", *(f"{name}={files[name]}" for name in INPUTS[1:]), "--output", report, "--threads", "1",
     )  # fmt: skip
