@@ -58,19 +58,28 @@ def program_of(answer: str, task: CodeTask) -> str:
     """The program that ends without an error if the answer is right.
 
     An answer that has the function replaces the prompt from its `def` on, so that the prompt's imports and helpers are
-    kept; any other continues the prompt, as base models do, and so does one that returns more surely there. What does
-    not compile after either is left out, and so are the examples that are run after it. What is set there is kept where
-    the function needs it, and may fail.
+    kept; any other continues the prompt, as base models do. What does not compile after either is left out, and so are
+    the examples that are run after it. What is set there is kept where the function needs it, and may fail.
     """
     name = re.escape(task.entry_point)
     function = re.compile(rf"^(?:(?:async )?def {name}\b|{name}[ \t]*(?::[^=\n]+)?=(?!=))", re.MULTILINE)
     first = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(answer))  # Python wants them above all else
-    answer, asked = _FUTURE.sub("", answer), function.search(task.prompt)
-    code, before = code_of(answer, function), task.prompt[: asked.start()] if asked else task.prompt
-    programs = [f"{before}\n{code}"] if code is not None else []
-    programs.append(f"{task.prompt}\n{_continuation(task.prompt, answer, function)}")
-    code = max(programs, key=lambda code: _definition(_statements(code), function)[0])
-    return f"{first}{_without_examples(code, function)}\n\n{task.test}\n\ncheck({task.entry_point})\n"
+    answer = _not_begun_again(task.prompt, _FUTURE.sub("", answer), function)
+    asked = function.search(task.prompt)
+    if (code := code_of(answer, function)) is None:
+        before, code = task.prompt, _continuation(task.prompt, answer, function)
+    else:
+        before = task.prompt[: asked.start()] if asked else task.prompt
+    code = _without_examples(f"{before}\n{code}", function)
+    return f"{first}{code}\n\n{task.test}\n\ncheck({task.entry_point})\n"
+
+
+def _not_begun_again(prompt: str, answer: str, function: re.Pattern[str]) -> str:
+    """An answer without its end, where this is the function again, word for word, as far as the limit let it come."""
+    starts = [found.start() for found in function.finditer(prompt + answer)]
+    end = (prompt + answer)[starts[-1] :].rstrip() if starts else ""
+    again = any((prompt + answer).startswith(end, start) for start in starts[:-1])
+    return answer[: starts[-1] - len(prompt)] if again and starts[-1] >= len(prompt) else answer
 
 
 def code_of(answer: str, function: re.Pattern[str]) -> str | None:
@@ -78,7 +87,8 @@ def code_of(answer: str, function: re.Pattern[str]) -> str | None:
     else in the text; before it the imports, definitions and constants of the other blocks. None without one. A block
     may lack its end, stand in a quotation (`> `), or be indented instead of fenced."""
     fenced, unquoted = _fenced(answer), _QUOTED.sub("", answer)
-    for blocks, whole in ((fenced, answer), (fenced, unquoted), (_indented(unquoted), "")):
+    indented = [textwrap.dedent(block) for block in _INDENTED.findall(unquoted)]
+    for blocks, whole in ((fenced, answer), (fenced, unquoted), (indented, "")):
         for index, text in enumerate((*blocks, whole)):
             if run := _run_with(text.split("\n"), function):
                 others = [node for block in blocks[:index] + blocks[index + 1 :] for node in _statements(block)]
@@ -89,11 +99,6 @@ def code_of(answer: str, function: re.Pattern[str]) -> str | None:
 def _fenced(answer: str) -> list[str]:
     """The fenced blocks of an answer."""
     return [textwrap.dedent(_unquoted(block)) for _, block in _FENCED.findall(answer)]
-
-
-def _indented(text: str) -> list[str]:
-    """The indented blocks of a text."""
-    return [textwrap.dedent(block) for block in _INDENTED.findall(text)]
 
 
 def _unquoted(text: str) -> str:
@@ -117,38 +122,28 @@ def _run_with(lines: list[str], function: re.Pattern[str]) -> str | None:
 
 
 def _continuation(prompt: str, answer: str, function: re.Pattern[str]) -> str:
-    """The body of the prompt's function: of the answer and its fenced blocks, or else of its indented ones, the first
-    that compiles there and returns on every way, or that returns something at all, or else the longest; indented again
-    where the answer lost that of its first line, or of all."""
-    unquoted = _unquoted(answer)
-    found = list[tuple[int, int, str]]()  # how it returns, its lines if it does not
-    for texts in ((unquoted, *_fenced(answer)), _indented(unquoted)):
-        for text in (re.sub(r"\A(?:[ \t]*\n)+", "", text) for text in texts):
-            bodies = (text, _INDENT + text.lstrip(), textwrap.indent(textwrap.dedent(text), _INDENT))
-            runs = [run for body in bodies if (run := _longest(body.split("\n"), function, f"{prompt}\n"))]
-            for run in sorted(runs, key=lambda run: -run.count("\n")):
-                returns, _ = _definition(ast.parse(f"{prompt}\n{run}").body, function)
-                found.append((returns, 0 if returns else run.count("\n"), run))
-        if any(returns for returns, _, _ in found):
-            break
-    return max(found, key=lambda run: run[:2], default=(0, 0, answer))[2]
+    """The body of the prompt's function: of the answer and its blocks the first that compiles there and cannot fall off
+    its end, or that returns something at all, or else the longest, indented again where the answer lost that of its
+    first line, or of all."""
+    texts = [re.sub(r"\A(?:[ \t]*\n)+", "", text) for text in (_unquoted(answer), *_fenced(answer))]
+    found = list[list[str]]()
+    for text in texts:
+        bodies = (text, _INDENT + text.lstrip(), textwrap.indent(textwrap.dedent(text), _INDENT))
+        runs = [run for body in bodies if (run := _longest(body.split("\n"), function, f"{prompt}\n"))]
+        found.append(sorted(runs, key=lambda run: -run.count("\n")))
+    for complete in (True, False):
+        for run in (run for runs in found for run in runs):
+            if _returns(f"{prompt}\n{run}", function, complete):
+                return run
+    return max((run for runs in found for run in runs), key=lambda run: run.count("\n"), default=answer)
 
 
-def _definition(body: list[ast.stmt], function: re.Pattern[str]) -> tuple[int, int]:
-    """How the function returns (`_returns`), and how many statements end with it. Of several it is the last that
-    returns on every way, or else the first that returns, for an answer may begin it again and be cut."""
-    found = [(_returns(node), count) for count, node in enumerate(body, 1) if _is(node, function)]
-    return max(found, key=lambda one: (one[0], -one[1] if one[0] == 1 else one[1]), default=(0, len(body)))
-
-
-def _returns(function: ast.stmt) -> int:
-    """2 if a function returns or yields on every way, 1 if on some, 0 if on none; a function inside it does not count.
-
-    What is no `def`, such as a lambda, returns.
-    """
-    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-        return 2
-    inside: list[ast.AST] = list(ast.iter_child_nodes(function))
+def _returns(code: str, function: re.Pattern[str], complete: bool) -> bool:
+    """Whether the last function itself returns or yields something, not one inside it; `complete`: on every way."""
+    last = next((node for node in reversed(ast.parse(code).body) if _is(node, function)), None)
+    if not isinstance(last, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    inside: list[ast.AST] = list(ast.iter_child_nodes(last))
     kinds = set[type]()
     while inside:
         node = inside.pop()
@@ -156,8 +151,8 @@ def _returns(function: ast.stmt) -> int:
         if not isinstance(node, _DEFINITIONS | ast.Lambda):
             inside += ast.iter_child_nodes(node)
     if kinds & {ast.Yield, ast.YieldFrom}:
-        return 2
-    return 1 + _ends(function.body) if ast.Return in kinds else 0
+        return True
+    return ast.Return in kinds and (not complete or _ends(last.body))
 
 
 def _ends(body: list[ast.stmt]) -> bool:
@@ -231,7 +226,7 @@ def _without_examples(code: str, function: re.Pattern[str]) -> str:
     """`code` to the end of the function, and what it needs of the rest; all of it if it is no program."""
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         body = ast.parse(code).body
-        _, after = _definition(body, function)
+        after = next((i for i in range(len(body), 0, -1) if _is(body[i - 1], function)), len(body))
         if after < len(body):
             end, column = body[after - 1].end_lineno or 0, body[after - 1].end_col_offset
             lines = code.split("\n")

@@ -64,7 +64,6 @@ def forms_of(prompt: str, body: str) -> dict[str, str]:
         "the fenced body in a quotation": textwrap.indent(f"```\n{body}```", ">", lambda line: True),
         "in an indented block": f"So:\n\n{textwrap.indent(whole, '    ')}\nwhich is all.",
         "in an indented block of a list": f"1. So:\n\n{textwrap.indent(whole, chr(9))}\n2. Done.",
-        "the body, indented below a sentence": f"The function's body is\n\n{body}\nand no more.",
         "the function, begun once more and cut": f"{whole}\n\n{prompt}{body.rpartition('    return')[0]}",
         "the body, and the function cut": f"{body}\n\n{prompt}{body.rpartition('    return')[0]}",
         "in a list": f"1. So:\n  ```python\n{indented}  ```\n2. Done.",
