@@ -13,18 +13,16 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)%.])[-−–](?![$€£][-−–]))?[$€£]?(?:(?<=[$€£])[-−–])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<!\d)\.\d+)"
 )
-_SIGNS = "*_`$\\\\{\u2190-\u2211\u2213-\u2bff\ufe0f\U0001f000-\U0001faff"  # Markdown's, LaTeX's, arrows and emojis
-_LEAD = re.compile(
-    rf"#*[ \t{_SIGNS}]*(?:(?:the )?(?:final )?answer(?: is)?:?|"
-    rf"(?P<label>[^\W\d_]++(?:[ \t]++[^\W\d_]++){{0,3}}[ \t]*+)?[:=])?[\s{_SIGNS}]*",
-    re.IGNORECASE,
-)
+_ANSWER = r"(?:the )?(?:final )?answers?(?: is)?(?: \([^()\d\n]*\))?[ \t]*(?:[:=]|-(?= ))?"
+_TITLE = r"(?:\d{1,2}[.)][ \t*_]+)?[^\W\d_][^\d\n:=]{0,60}+[:=]"  # `Janet's earnings:`, `2. Total:`
+_LEAD = re.compile(rf"#*[ \t*_]*(?:{_ANSWER}|(?P<title>{_TITLE})|[:=])?[\s*_`$\\{{\[]*", re.IGNORECASE)
 _THOUSANDS = re.compile(
     r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))"
 )  # LaTeX's, narrow spaces, and apostrophes
 _SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]\d|\d|-[^\W\d])")  # 1 250 000, not 5 100-dollar bills
 _LAKHS = re.compile(r"(?<![\d.,])\d{1,2}(?:,\d\d)+,\d{3}(?!,?\d)")  # 12,34,567
 _UNIT_EXPONENT = re.compile(r"(?<=[^\W\d_]|[)}\]])(?:\^|_(?=\{?\d+\}?\b))(?:\{\d+\}|\d+)")  # of `m^2`; the 1 of `x_1`
+_SQUARE = re.compile(r"(?<![^\W\d_])([cmk]?m|ft|in|yd)[23]\b")  # 18 cm2
 _POWER = re.compile(r"(?<![\w.,^])(\d+(?:\.\d+)?) ?\^ ?(?:\{([1-9]\d?)\}|([1-9]\d?)(?!\d))")
 _VULGAR = re.compile(r"(\d)? ?([¼½¾⅐-⅞])")
 _MARK = re.compile(r"####|\\boxed(?=\{.*+\D*+\Z)")  # the box of the last line with a number
@@ -43,7 +41,7 @@ _TOKEN = re.compile(
     r"|(?:plus|minus|times|of|at|(?:multiplied|divided) by)\b)"
     r"|(?P<bracket>[()])"
 )
-_DECORATION = r"(?:boxed\{|\\text\{|[\s*_`$\\{}%€£])"
+_DECORATION = r"(?:boxed\{|\\text\{|[\s*_`$\\{}\[\]%€£])"
 _WORD = r"[^\W\d_]++(?:_[^\W\d_]++)*+"
 _BEFORE_A_NUMBER = re.compile(rf"{_DECORATION}*(?:(?:about|exactly|approximately) )?")
 _AFTER_A_NUMBER = re.compile(  # `3 red apples`, `2 cups/day`
@@ -55,6 +53,7 @@ _NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
 def gsm8k_answer(text: str) -> Decimal | None:
     """The last number that `####` or the last line's `\\boxed` marks, else the last of the text; None for none.
 
+    Where `####` is a heading, a number with a title (`#### Total: 18`) counts only if no later heading has numbers.
     Of a marked equation it is the last side that is a number, of a sum without a result its value. Fractions and powers
     have their values; the exponent of a unit is no number, a comma is no decimal point, and a
     word of size is not read. Examples:
@@ -62,14 +61,17 @@ def gsm8k_answer(text: str) -> Decimal | None:
     → 0.75; "on 1/2/2024" → 2024; "18 m^2" → 18; "2^3" → 8; "1.5 million" → 1.5.
     """
     text = _SPACED.sub(lambda found: found[0].replace(" ", ""), _THOUSANDS.sub(",", text))
-    text = _POWER.sub(lambda found: f"{Decimal(found[1]) ** int(found[2] or found[3])}", _UNIT_EXPONENT.sub("", text))
+    text = _SQUARE.sub(r"\1", _UNIT_EXPONENT.sub("", text))
+    text = _POWER.sub(lambda found: f"{Decimal(found[1]) ** int(found[2] or found[3])}", text)
     text = _LAKHS.sub(lambda found: found[0].replace(",", ""), text)
     text = _VULGAR.sub(lambda found: f"{found[1] or ''} {normalize('NFKC', found[2]).replace('⁄', '/')}", text)
     text = _LATEX_FRACTION.sub(lambda found: f"{f'{found[1].strip()} ' if found[1] else ''}{found[2]}/{found[3]}", text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Decimal(found[2]) / Decimal(found[3])), text)
-    marked = [number for part in _MARK.split(text)[1:] if (number := _number_after_mark(part)) is not None]
-    if marked:
-        return marked[-1]
+    marked = [part for part in _MARK.split(text)[1:] if _NUMBER.search(part)]
+    for part in reversed(marked):
+        number, titled = _number_after_mark(part)
+        if number is not None and (part is marked[-1] or not titled):
+            return number
     numbers = list(_NUMBER.finditer(text))
     divided = [bool(_DIVIDED.fullmatch(text, a.end(), b.start())) for a, b in pairwise(numbers[-3:])]
     if divided[-1:] == [True] and divided[:-1] != [True]:  # no date
@@ -77,24 +79,25 @@ def gsm8k_answer(text: str) -> Decimal | None:
     return _decimal(numbers[-1][0]) if numbers else None
 
 
-def _number_after_mark(text: str) -> Decimal | None:
-    """The number that the text after a mark begins with; None for words, and for a heading, such as `2. Total`, or
-    `Solution:` above a line of numbers, after which more numbers come."""
+def _number_after_mark(text: str) -> tuple[Decimal | None, bool]:
+    """The number that the text after a mark begins with, and whether it has a title. None for words, and for headings:
+    `2. Total` above more numbers, or `Solution:` above several lines of them."""
     lead = _LEAD.match(text)
-    assert lead, "every part of it may be missing"
-    titled = lead["label"] and "\n" in lead[0]
+    assert lead, "each part of it may be missing"
+    titled = lead["title"] is not None
     line, *below = text[lead.end() :].split("\n", 1)
     while earlier := _EARLIER.match(line):
         line = line[earlier.end() :]
     sides = _sides(line)
     numbers = [side[0] for side in sides if len(side) == 1]
     more = below and _NUMBER.search(below[0])
-    counts = len(sides) == 1 and numbers and (only := _NUMBER.match(line)) and _HEADING.match(line, only.end())
-    if more and (titled or counts):
-        return None
+    if more and len(sides) == 1 and numbers and (only := _NUMBER.match(line)) and _HEADING.match(line, only.end()):
+        return None, titled
+    if titled and "\n" in lead[0] and below and _NUMBER.search(below[0].split("\n", 1)[0]):
+        return None, titled
     if numbers:
-        return _decimal(numbers[-1])
-    return _value(sides[-1]) if sides else None
+        return _decimal(numbers[-1]), titled
+    return (_value(sides[-1]) if sides else None), titled
 
 
 def _sides(line: str) -> list[list[str]]:
