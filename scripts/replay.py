@@ -36,7 +36,7 @@ from draft_heads.data.text.benchmarks import prompts_checksum, questions_checksu
 from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, tell_of_the_date
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import Answer, read_answers
-from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED, PROMPTS
+from draft_heads.inference.evaluation.comparison import CHECKSUMS, FINGERPRINT, LOADED, PROMPTS
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.evaluation.replay import (
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
     loaded = {drafter: loaded_by(drafter) for drafter in options.drafters}
     given |= {"drafters": " ".join(options.drafters), LOADED: loaded_checksums(loaded)}
     if target is not None and states is not None:
-        given |= {"target": options.target, "target_checksum": loaded_checksums({"": target.fingerprint()})[""]}
+        given |= {"target": options.target, FINGERPRINT: target.fingerprint()}
         given |= {"target_adapter": options.target_adapter, "dtype": dtype_name(target.dtype)}
         given |= {"device": ", ".join(map(str, devices_of(target))), "not_greedy": states.note()}
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}

@@ -111,7 +111,8 @@ def score_answers(
     for key, answer in answers.items():
         question, found = asked.get(answer.question_id), dict[str, float]()
         if question is not None and len(answer.turns) == len(question.turns):
-            found = scorer(question, answer.turns[-1].text, answer.turns[-1].in_thought)
+            last = answer.turns[-1]
+            found = scorer(question, last.text, last.in_thought, last.finish_reason)
         for group in {None, question.group if question is not None else None}:
             score = scores.setdefault(group, AnswerScore(seed=seed))
             score.pairs.append((answer, baseline[key]))

@@ -7,12 +7,21 @@ import io
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from draft_heads.data.fingerprint import ADDED, compared, flat
 from draft_heads.inference.evaluation.metrics import shown_name
-from draft_heads.inference.evaluation.report_text import Table, interval_cell, lossless_cell, number, overall, setting
+from draft_heads.inference.evaluation.report_text import (
+    FINGERPRINT,
+    Table,
+    interval_cell,
+    lossless_cell,
+    number,
+    overall,
+    setting,
+)
 
 Report = dict[str, Any]
 Reports = Mapping[str, Report]
@@ -88,28 +97,34 @@ def short_names(files: Sequence[Path]) -> list[str]:
 
 def check_targets(reports: Reports) -> None:
     """ValueError naming two reports whose targets differ."""
-    (first, report), *others = reports.items()
-    for name, other in others:
-        replayed = {one["settings"].get("target_checksum") for one in (report, other)} - {None}
-        if not same_target(report["target"], other["target"]) or len(replayed) > 1:
+    for (first, report), (name, other) in combinations(reports.items(), 2):
+        if not same_target(report, other):
             here, there = target_name(report), target_name(other)
             apart = [row[0] for row in differences({first: report, name: other}).rows if here == there]
-            unlike = ", ".join(key[len("target ") :] for key in apart if key.startswith(("target ", "target_")))
+            unlike = ", ".join(key.removeprefix("target ") for key in apart if key.startswith("target "))
             raise ValueError(
                 f"reports are compared on one target; {first} has {here} and {name} {there}"
                 f"{f', of another {unlike}' if unlike else ''}; compare reports of one target, or add --any_target"
             )
 
 
-def same_target(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+def same_target(one: Report, other: Report) -> bool:
     """Whether two reports have one target, by fingerprint, or by number of parameters where they have none. A field
-    that an older version did not write is not compared."""
-    if not one or not other:
-        return one == other
-    ours, theirs = one.get("fingerprint") or {}, other.get("fingerprint") or {}
+    that an older version did not write is not compared; replays without a target fit those with one."""
+    ours, theirs = fingerprint(one), fingerprint(other)
+    if one["target"] is other["target"] is None:
+        return not (ours and theirs and compared(ours, theirs))
+    if not one["target"] or not other["target"]:
+        return False
     if not ours or not theirs:
-        return ours == theirs and one.get("parameters") == other.get("parameters")
+        return ours == theirs and one["target"].get("parameters") == other["target"].get("parameters")
     return not compared(ours, theirs)
+
+
+def fingerprint(report: Report) -> dict[str, Any]:
+    """The fingerprint of a report's target, or of the one whose states a replay has read; empty without."""
+    found: dict[str, Any] = (report["target"] or {}).get("fingerprint") or report["settings"].get(FINGERPRINT) or {}
+    return found
 
 
 def target_name(report: Report) -> str:
@@ -143,10 +158,10 @@ def facts(report: Report) -> dict[str, str]:
     target, known = report["target"] or {}, dict[str, Any]()
     known |= {"target": target.get("path"), "parameters": target.get("parameters")}
     known |= {"dtype": target.get("dtype"), "device": target.get("device")}
-    fingerprint = flat(target.get("fingerprint") or {})
-    known |= {f"target {name}": "none" if x is None and "." in name else x for name, x in fingerprint.items()}
+    fields = flat(fingerprint(report))
+    known |= {f"target {name}": "none" if x is None and "." in name else x for name, x in fields.items()}
     settings = report["settings"]
-    elsewhere = ("drafters", "benchmarks", CHECKSUMS, PROMPTS, LOADED)
+    elsewhere = ("drafters", "benchmarks", CHECKSUMS, PROMPTS, LOADED, FINGERPRINT)
     known |= {key: value for key, value in settings.items() if key not in elsewhere}
     known |= {key: value for key, value in report["environment"].items() if key != "time"}
     for row in overall(report["results"]):

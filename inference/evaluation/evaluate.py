@@ -54,12 +54,12 @@ Render = Callable[[Messages, Extra], list[int]]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Named questions; `score(question, answer, in_thought)` gives the scores of the answer to a question's last turn,
-    by name (`scores.Scorer`)."""
+    """Named questions; `score(question, answer, in_thought, finish_reason)` gives the scores of the answer to a
+    question's last turn, by name (`scores.Scorer`)."""
 
     name: str
     questions: Sequence[Question]
-    score: Callable[[Question, str, bool], dict[str, float]] | None = None
+    score: Callable[[Question, str, bool, str], dict[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,9 @@ def scores_of(record: TurnRecord, benchmark: Benchmark) -> dict[str, float]:
     """The scores of a turn by name, which only a question's last one has."""
     question = benchmark.questions[record.question]
     last = record.turn == len(question.turns) - 1
-    return benchmark.score(question, record.text, record.in_thought) if benchmark.score is not None and last else {}
+    if benchmark.score is None or not last:
+        return {}
+    return benchmark.score(question, record.text, record.in_thought, record.finish_reason)
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:

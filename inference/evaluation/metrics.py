@@ -17,7 +17,7 @@ from torch import Tensor
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, VANILLA, Evaluation
 from draft_heads.inference.evaluation.lossless import LosslessCounts
-from draft_heads.inference.evaluation.scores import mean_scores
+from draft_heads.inference.evaluation.scores import CUT, mean_scores
 
 BOOTSTRAP_SAMPLES = 2000
 OUTPUT_SPAN = 128
@@ -158,7 +158,7 @@ def turn_figures(
         "gamma": gamma,
         "gamma_ci95": interval,
         "tokens_per_second": new_tokens / seconds if seconds else None,
-        "cut": sum(end in ("length", "context") for end in ends) if all(ends) else None,
+        "cut": sum(end in CUT for end in ends) if all(ends) else None,
         "accept_length_histogram": histogram,
         "acceptance_by_position": acceptance_by_position(histogram),
         "beta_by_output_position": beta_by_output_position(stepwise),

@@ -17,6 +17,7 @@ from draft_heads.inference.evaluation.scores import SCORES, TITLES
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "score")
 REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
 OVER_TRANSFORMERS = "over transformers"
+FINGERPRINT = "target_fingerprint"  # the setting that holds the fingerprint of the target whose states a replay read
 FEW_TURNS = 20
 
 EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of the plain loop, here
@@ -176,7 +177,7 @@ def settings_table(report: dict[str, Any]) -> Table:
     if target := report["target"]:
         given = {"target": target["path"], "parameters": f"{target['parameters']:,}"}
         given |= {"precision": f"{target['dtype']} on {target['device']}"}
-    given |= report["settings"] | report["environment"] | {"command": report.get("command")}
+    given |= report["settings"] | report["environment"] | {"command": report.get("command"), FINGERPRINT: None}
     rows = [[name, setting(value)] for name, value in given.items() if value is not None]
     return Table("Settings, versions and command", ("setting", "value"), rows, 2)
 

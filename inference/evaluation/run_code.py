@@ -48,24 +48,26 @@ class CodeLimits:
     file_bytes: int = 1 << 20
 
 
-def pass_at_1(answer: str, task: CodeTask, limits: CodeLimits | None = None) -> float:
+def pass_at_1(answer: str, task: CodeTask, limits: CodeLimits | None = None, cut: bool = False) -> float:
     """1.0 if the answer's code passes the task's test, else 0.0; ValueError if this machine cannot limit programs."""
     check_machine()
-    return float(_outcome(program_of(answer, task), limits or CodeLimits()) == _COMPLETED)
+    return float(_outcome(program_of(answer, task, cut), limits or CodeLimits()) == _COMPLETED)
 
 
-def program_of(answer: str, task: CodeTask) -> str:
+def program_of(answer: str, task: CodeTask, cut: bool = False) -> str:
     """The program that ends without an error if the answer is right.
 
     An answer that has the function replaces the prompt from its `def` on, so that the prompt's imports and helpers are
     kept; any other continues the prompt, as base models do. What does not compile after either is left out, and so are
     the examples that are run after it. What is set there is kept where the function needs it, and may fail.
+    Of several versions in one block the last counts, as in Python, but not one that an answer `cut` at its limit is in.
     """
     name = re.escape(task.entry_point)
     function = re.compile(rf"^(?:(?:async )?def {name}\b|{name}[ \t]*(?::[^=\n]+)?=(?!=))", re.MULTILINE)
     first = "".join(f"{line.strip()}\n" for line in _FUTURE.findall(answer))  # Python wants them above all else
-    answer = _not_begun_again(task.prompt, _FUTURE.sub("", answer), function)
-    asked = function.search(task.prompt)
+    answer, asked = _FUTURE.sub("", answer), function.search(task.prompt)
+    if cut:
+        answer = _before_the_cut(task.prompt, answer, function)
     if (code := code_of(answer, function)) is None:
         before, code = task.prompt, _continuation(task.prompt, answer, function)
     else:
@@ -74,12 +76,14 @@ def program_of(answer: str, task: CodeTask) -> str:
     return f"{first}{code}\n\n{task.test}\n\ncheck({task.entry_point})\n"
 
 
-def _not_begun_again(prompt: str, answer: str, function: re.Pattern[str]) -> str:
-    """An answer without its end, where this is the function again, word for word, as far as the limit let it come."""
-    starts = [found.start() for found in function.finditer(prompt + answer)]
-    end = (prompt + answer)[starts[-1] :].rstrip() if starts else ""
-    again = any((prompt + answer).startswith(end, start) for start in starts[:-1])
-    return answer[: starts[-1] - len(prompt)] if again and starts[-1] >= len(prompt) else answer
+def _before_the_cut(prompt: str, answer: str, function: re.Pattern[str]) -> str:
+    """A cut answer without the function that its end begins once more; any other as it is."""
+    last = next(reversed([*function.finditer(answer)]), None)
+    if last is None or re.search(r"\n[^\s)]", answer[last.end() :]):  # more than the function follows
+        return answer
+    before = answer[: last.start()]
+    body = f"{prompt}\n{_continuation(prompt, before, function)}"
+    return before if code_of(before, function) or _wrong_line(body, function) is None else answer
 
 
 def code_of(answer: str, function: re.Pattern[str]) -> str | None:
@@ -208,7 +212,7 @@ def _wrong_line(code: str, function: re.Pattern[str] | None = None) -> int | Non
 
 
 def _does_nothing(node: ast.stmt) -> bool:
-    nothing = isinstance(node, ast.Pass | ast.Import | ast.ImportFrom)
+    nothing = isinstance(node, ast.Pass | ast.Import | ast.ImportFrom | ast.Raise)
     return nothing or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
 
 
@@ -218,8 +222,16 @@ def _is(
     """Whether a statement defines the function, by `def` or by an assignment, as of a lambda or of `Solution().f`."""
     if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return any(function.match(f"def {target.id}") for target in targets if isinstance(target, ast.Name))
+        named = any(function.match(f"def {target.id}") for target in targets if isinstance(target, ast.Name))
+        return named and not _calls(node.value, function)
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and bool(function.match(f"def {node.name}"))
+
+
+def _calls(node: ast.AST | None, function: re.Pattern[str]) -> bool:
+    """Whether an expression is a call of the function."""
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and bool(function.match(f"def {node.func.id}"))
+    )
 
 
 def _without_examples(code: str, function: re.Pattern[str]) -> str:
@@ -279,12 +291,11 @@ def _defines(node: ast.stmt, function: re.Pattern[str], needed: set[str]) -> boo
     if isinstance(node, _DEFINITIONS) or _is(node, function):
         return not _is(node, function)
     asks = ast.walk(node.test) if isinstance(node, ast.If) else ()
-    called = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
     return (
         not isinstance(node, ast.Expr | ast.Assert)
         and bool(_names(node)[0] & needed)
         and not any(isinstance(part, ast.Name) and part.id == "__name__" for part in asks)
-        and not any(isinstance(one, ast.Name) and function.match(f"def {one.id}") for one in called)
+        and not any(_calls(part, function) for part in ast.walk(node))
     )
 
 

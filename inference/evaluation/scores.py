@@ -19,6 +19,8 @@ from draft_heads.inference.evaluation.run_code import check_machine, pass_at_1
 TITLES = dict(zip(SCORES, ("accuracy", "ROUGE-2 (F)", "pass@1")))
 """What reports call the scores."""
 
+CUT = ("length", "context")
+"""How an answer ended that a limit has cut (`Generation.finish_reason`)."""
 _UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 """Scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana, Chinese characters."""
 
@@ -32,23 +34,26 @@ class Scorer:
 
     def __init__(self, questions: Iterable[Question], run_code: bool = False) -> None:
         self._run_code = run_code
-        self._known: dict[tuple[int | str, str], dict[str, float]] = {}
+        self._known: dict[tuple[int | str, str, bool], dict[str, float]] = {}
         wanted = {question.score for question in questions}
         self.unscored = [reason for score in SCORES if score in wanted and (reason := self._why_not(score))]
         if run_code and "pass_at_1" in wanted:
             check_machine()
 
-    def __call__(self, question: Question, answer: str, in_thought: bool = False) -> dict[str, float]:
+    def __call__(
+        self, question: Question, answer: str, in_thought: bool = False, finish_reason: str = ""
+    ) -> dict[str, float]:
         """{name of the score: value} of the answer to a question's last turn; empty if it is not scored.
 
         in_thought: whether the prompt opens a thought, which the answer goes on from
+        finish_reason: how it ended (`Generation`), where that is known
         """
         if question.score is None or self._why_not(question.score):
             return {}
-        answer = without_thoughts(answer, in_thought)
-        key = question.question_id, answer
+        answer, cut = without_thoughts(answer, in_thought), finish_reason in CUT
+        key = question.question_id, answer, cut
         if key not in self._known:
-            self._known[key] = {question.score: _value(question, answer)}
+            self._known[key] = {question.score: _value(question, answer, cut)}
         return self._known[key]
 
     def _why_not(self, score: str) -> str | None:
@@ -60,13 +65,13 @@ class Scorer:
         return None
 
 
-def _value(question: Question, answer: str) -> float:
+def _value(question: Question, answer: str, cut: bool) -> float:
     if question.score == "accuracy":
         return float(same_number(answer, str(question.reference)))
     if question.score == "rouge2":
         return rouge2(answer, str(question.reference))
     assert question.code is not None
-    return pass_at_1(answer, question.code)
+    return pass_at_1(answer, question.code, cut=cut)
 
 
 def same_number(answer: str, reference: str) -> bool:

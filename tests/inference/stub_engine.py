@@ -105,5 +105,5 @@ def benchmark(questions=None, name="bench"):
     return Benchmark(name, questions or QUESTIONS, same_text)
 
 
-def same_text(question, answer, in_thought):
+def same_text(question, answer, in_thought, finish_reason):
     return {} if question.reference is None else {"accuracy": float(answer == question.reference)}

@@ -64,10 +64,9 @@ def forms_of(prompt: str, body: str) -> dict[str, str]:
         "the fenced body in a quotation": textwrap.indent(f"```\n{body}```", ">", lambda line: True),
         "in an indented block": f"So:\n\n{textwrap.indent(whole, '    ')}\nwhich is all.",
         "in an indented block of a list": f"1. So:\n\n{textwrap.indent(whole, chr(9))}\n2. Done.",
-        "the function, begun once more and cut": f"{whole}\n\n{prompt}{body.rpartition('    return')[0]}",
-        "the body, and the function cut": f"{body}\n\n{prompt}{body.rpartition('    return')[0]}",
         "in a list": f"1. So:\n  ```python\n{indented}  ```\n2. Done.",
         "imports in a block of their own": f"```\nimport math\nfrom typing import *\n```\nThen\n```\n{whole}```",
+        "a frame that raises, and then all": f"```\n{prompt}    raise NotImplementedError\n```\nso\n```\n{whole}```",
         "the beginning, and then all": f"You gave\n```python\n{prompt}```\nso\n```python\n{whole}```",
         "the beginning, and then all, unfenced": f"{prompt}\n\n{whole}",
         "constants in a block of their own": (
@@ -185,6 +184,29 @@ def test_what_is_set_below_the_function_is_kept_and_may_fail(below):
         f"    return [sum(numbers[: i + 1]) for i in range(len(numbers))]\n\n{below}\n"
     )
     assert pass_at_1(answer, TASK) == 1.0 == pass_at_1(f"```python\n{answer}```\nIt works.", TASK)
+
+
+@pytest.mark.parametrize("example", ["running = running([1])", "running: list = running([1]); print(running)"])
+def test_an_example_that_takes_its_name_is_not_the_function(example):
+    for answer in (f"{PROMPT}{BODY}\n\n{example}", f"```\n{example}\n```\n```\n{PROMPT}{BODY}\n{example}\n```"):
+        assert pass_at_1(answer, TASK) == 1.0
+
+
+FIRST = "def running(numbers):\n    for number in numbers:\n        return [number]\n"
+
+
+@pytest.mark.parametrize("before", [PROMPT + BODY, BODY, f"{FIRST}\n\n{PROMPT}{BODY}", f"So:\n```\n{PROMPT}{BODY}```"])
+@pytest.mark.parametrize("begun", [PROMPT + BODY[:60], FIRST, "def running(\n    numbers,\n):\n    return []\n\n"])
+def test_a_function_that_a_cut_answer_begins_once_more_does_not_count(before, begun):
+    answer = f"{before}\n\n{begun}"
+    assert pass_at_1(answer, TASK, cut=True) == 1.0
+    if not before.startswith("So"):  # a fenced block comes first
+        assert pass_at_1(answer, TASK) == 0.0
+
+
+@pytest.mark.parametrize("answer", [f"{FIRST}\n\n{PROMPT}{BODY}\n\nThat is all", f"{PROMPT}{BODY}", BODY])
+def test_a_cut_answer_keeps_the_last_function_where_more_follows_or_none_stands_before(answer):
+    assert pass_at_1(answer, TASK, cut=True) == 1.0
 
 
 @pytest.mark.parametrize("form", ["the beginning, and then the body", "fenced", "the body"])

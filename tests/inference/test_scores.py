@@ -1,5 +1,6 @@
 """Scores worked out by hand, and code of answers that must not harm the machine."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from draft_heads.data.text.benchmarks import CodeTask, Question
 from draft_heads.data.text.thoughts import without_thoughts
 from draft_heads.inference.evaluation import run_code, scores
 from draft_heads.inference.evaluation.answer_files import read_answers, write_answers
+from draft_heads.inference.evaluation.evaluate import scores_of
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.run_code import CodeLimits, code_of, pass_at_1, program_of
 from draft_heads.scripts.score_answers import score_answers
@@ -124,16 +126,39 @@ def test_words_of_other_scripts_are_words():
 def test_what_cannot_be_scored_is_told_and_left_out(monkeypatch):
     asked = [Question(1, None, ["a"], "b", "rouge2"), Question(2, None, ["a"], score="pass_at_1", code=TASK)]
     monkeypatch.setattr(scores, "rouge_scorer", lambda: None)
-    monkeypatch.setattr(scores, "pass_at_1", lambda *_: pytest.fail("code ran unasked"))
+    monkeypatch.setattr(scores, "pass_at_1", lambda *_, **__: pytest.fail("code ran unasked"))
     scorer = scores.Scorer(asked)
     assert [scorer(question, "b c") for question in asked] == [{}, {}]
     assert [reason.partition(":")[0] for reason in scorer.unscored] == ["ROUGE-2 is not scored", "pass@1 is not scored"]
     assert "pip install rouge-score" in scorer.unscored[0] and "--run_code allows" in scorer.unscored[1]
 
 
+@pytest.mark.parametrize(("ended", "cut"), [("length", True), ("context", True), ("eos", False), ("", False)])
+def test_a_score_knows_whether_a_limit_has_cut_the_answer(monkeypatch, tmp_path, ended, cut):
+    known = []
+    monkeypatch.setattr(scores, "pass_at_1", lambda answer, task, cut: known.append(cut) or 1.0)
+    asked = [Question(1, None, ["a"], score="pass_at_1", code=TASK)]
+    judged = replace(benchmark(asked), score=scores.Scorer(asked, run_code=True))
+    evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [judged], render)
+    record = evaluation.records[0]
+    scores_of(replace(record, generation=replace(record.generation, finish_reason=ended)), judged)
+    assert known[-1] == cut
+    write_answers(tmp_path, evaluation)
+    file = tmp_path / "answers" / "vanilla.jsonl"
+    row = json.loads(file.read_text())
+    row["choices"][0]["finish_reasons"] = [ended]
+    if not ended:
+        del row["choices"][0]["finish_reasons"]
+    file.write_text(json.dumps(row))
+    monkeypatch.setattr(scores, "check_machine", lambda: None)
+    answers = read_answers(file)
+    score_answers(answers, answers, asked, run_code=True)
+    assert known[-1] == cut
+
+
 def test_each_answer_is_scored_once(monkeypatch):
     ran = []
-    monkeypatch.setattr(scores, "pass_at_1", lambda answer, task: ran.append(answer) or 1.0)
+    monkeypatch.setattr(scores, "pass_at_1", lambda answer, task, cut: ran.append(answer) or 1.0)
     question = Question(1, None, ["a"], score="pass_at_1", code=TASK)
     scorer = scores.Scorer([question], run_code=True)
     assert [scorer(question, text) for text in ("x", "x", "y")] == [{"pass_at_1": 1.0}] * 3 and ran == ["x", "y"]
@@ -157,7 +182,7 @@ def test_columns_are_rows_in_place_of_categories_and_answers_keep_theirs():
 
 
 def test_every_score_has_a_field_of_its_own_and_is_of_last_turns():
-    def score(question, answer, in_thought):
+    def score(question, answer, in_thought, finish_reason):
         return {"rouge2": len(answer) / 8} if question.question_id == 1 else {"pass_at_1": float(answer == "ih")}
 
     evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [replace(benchmark(), score=score)], render)

@@ -216,6 +216,22 @@ def test_csv_has_every_figure_of_every_category(folders, capsys, tmp_path):
     assert (tmp_path / "out" / "comparison.csv").read_text() == printed.out
 
 
+def test_replays_with_two_targets_are_refused_and_a_replay_without_one_fits_each(tmp_path, capsys):
+    """A field that one version of transformers does not write is not compared."""
+    given = {"text": None, "one": FINGERPRINT, "newer": {**FINGERPRINT, "constants": {"rope": []}}}
+    given["two"] = {**FINGERPRINT, "weights": "xyz"}
+    for name, fingerprint in given.items():
+        (tmp_path / name).mkdir()
+        report = report_of(None, answers="a.jsonl")
+        report["settings"] |= {"target": "models/stub", "target_fingerprint": fingerprint} if fingerprint else {}
+        write_json(tmp_path / name / "report.json", report)
+    paths = {name: str(tmp_path / name) for name in given}
+    output_of([paths[name] for name in ("text", "one", "newer")], capsys)
+    said = refusal([paths[name] for name in ("text", "one", "two")], capsys)
+    assert "one has models/stub (replayed answers) and two models/stub (replayed answers), of another weights;" in said
+    assert "| target weights | abc | xyz |" in output_of([paths["one"], paths["two"], "--any_target"], capsys).out
+
+
 def test_another_target_is_refused_unless_asked_for(folders, capsys, tmp_path):
     other = {**TARGET, "path": "models/other", "fingerprint": {**FINGERPRINT, "weights": "xyz"}}
     (tmp_path / "c").mkdir()

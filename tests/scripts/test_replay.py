@@ -230,9 +230,11 @@ def test_with_the_target_heads_take_the_steps_of_decoding(tmp_path, own_eos):
     save.save_pretrained(tmp_path / "target")
     assert replay.main([*again, str(tmp_path / "after")]) == 0
     both = [tmp_path / "before", tmp_path / "after"]
-    with pytest.raises(ValueError, match=r"target \(replayed answers\), of another checksum; compare reports of one"):
+    with pytest.raises(
+        ValueError, match=r"target \(replayed answers\), of another scales_hash; compare reports of one"
+    ):
         read_reports(both)
-    assert [row[0] for row in differences(read_reports(both, any_target=True)).rows] == ["target_checksum"]
+    assert [row[0] for row in differences(read_reports(both, any_target=True)).rows] == ["target scales_hash"]
 
 
 def test_the_tokens_of_our_own_files_are_replayed_as_they_were_written(tmp_path, caplog, capsys):
