@@ -16,10 +16,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draft_heads.configs.options import option_names
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.config import CONFIG, FORMAT_VERSION, OF_THE_TARGET, PROVENANCE, WEIGHTS, HeadConfig
+from draft_heads.heads.config import (
+    CONFIG,
+    FORMAT_VERSION,
+    OF_THE_TARGET,
+    PROVENANCE,
+    WEIGHTS,
+    HeadConfig,
+    target_sizes,
+)
 
 
 def without_deleted_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -70,6 +79,19 @@ def head_variants(kinds: Iterable[str] = tuple(HEADS)) -> dict[str, tuple[str, d
         for name, options in head_classes(kind)[1].variants.items():
             found[f"{kind}_{name}"] = kind, options
     return found
+
+
+def recipe_settings(kind: str, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe, beside the training, says of the head itself."""
+    return {name: recipe[name] for name in option_names(head_classes(kind)[1]) if name in recipe}
+
+
+def new_head(kind: str, target_config: Any, **settings: Any) -> DraftHead:
+    """A head with random weights for a target of this configuration: of its sizes, with the layers that such heads
+    read where `settings`, the options of its kind, name none."""
+    head_type, config_type = head_classes(kind)
+    layers = config_type.usual_layers(target_config.num_hidden_layers)
+    return head_type(config_type(**target_sizes(target_config), **{"target_layers": layers, **settings}))
 
 
 def locate(source: str | Path) -> Path:

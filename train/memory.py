@@ -10,8 +10,7 @@ from draft_heads.configs.options import option_names
 from draft_heads.data.common.model_sizes import count_parameters
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.block import DecoderBlock
-from draft_heads.heads.checkpoint import head_classes
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import head_classes, new_head
 
 ASSUMED_LENGTH = 512
 """Tokens of a row where a recipe leaves them to the dataset."""
@@ -19,11 +18,8 @@ ASSUMED_LENGTH = 512
 
 def make_head(config: Any, kind: str, settings: dict[str, Any]) -> DraftHead:
     """A head without memory for a target's configuration."""
-    head_type, config_type = head_classes(kind)
-    config = config.get_text_config(decoder=True)
-    settings = {"target_layers": config_type.usual_layers(config.num_hidden_layers), **settings}
     with torch.device("meta"):
-        return head_type(config_type(**target_sizes(config), **settings))
+        return new_head(kind, config.get_text_config(decoder=True), **settings)
 
 
 def training_memory(config: Any, kind: str, recipe: dict[str, Any], shared: int = 1) -> dict[str, float]:

@@ -10,11 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draft_heads.configs.options import option_names
 from draft_heads.configs.recipes import load_recipe
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import HEADS, head_classes
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import HEADS, new_head, recipe_settings
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
@@ -37,11 +35,8 @@ def recipe_head(target: Target, kind: str) -> DraftHead:
     """An untrained head of the 8B recipe's settings, scaled to the target."""
     if target.vocab_size < 1000:
         return untrained_head(target, kind).to(target.device).eval()
-    head_type, config_type = head_classes(kind)
-    recipe = load_recipe(kind, "8b")
-    settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
     with torch.device(target.device):
-        return head_type(config_type(**target_sizes(target.config), **settings)).to(target.dtype).eval()
+        return new_head(kind, target.config, **recipe_settings(kind, load_recipe(kind, "8b"))).to(target.dtype).eval()
 
 
 def build(target: Target, words: str, nodes: int) -> Drafter:

@@ -35,8 +35,7 @@ from draft_heads.configs.recipes import SHAPES
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import own_device
 from draft_heads.data.synthetic.corpus import questions
-from draft_heads.heads.checkpoint import head_classes
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import new_head
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
@@ -210,8 +209,7 @@ def scripted_engines(target: Target, options: argparse.Namespace) -> dict[str, D
     """An engine for every untrained head and accepted length; ValueError for a length no step can have."""
     engines = {}
     for kind in (options.heads or HEAD_DRAFTERS) if options.scripted else ():
-        head_type, config = head_classes(kind)
-        head = head_type(config(**target_sizes(target.config))).to(target.device, target.dtype)
+        head = new_head(kind, target.config).to(target.device, target.dtype)
         drafter = drafter_for(head, target, options.max_nodes)
         for length in options.scripted:
             accept = ScriptedAcceptance(drafter, length, target.device)

@@ -36,14 +36,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_heads.configs.options import add_threads, option_names, use_threads
+from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.configs.recipes import load_recipe, size_class
 from draft_heads.data.collate import row_lengths
 from draft_heads.data.common.model_sizes import count_parameters
 from draft_heads.heads import attention, base
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import HEADS, head_classes
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import HEADS, head_classes, new_head, recipe_settings
 from draft_heads.heads.ctc_loss import ctc_loss_reference
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.target.target import Target
@@ -123,8 +122,7 @@ class Bench:
         self.args = args
         self.target = Target.from_pretrained(args.target, args.dtype, args.device)
         run = RunOptions(args.target, [args.dataset], held_out=1)
-        head_type, config_type = head_classes(kind)
-        layers = config_type.usual_layers(self.target.config.num_hidden_layers)
+        layers = head_classes(kind)[1].usual_layers(self.target.config.num_hidden_layers)
         rows, _, _, self.collate = load_data(run, self.target, layers)
         self.collate.hidden_dtype = None  # both arms compute the target's states, where a dataset has them too
         self.rows = rows.select(range(min(args.rows, len(rows))))
@@ -142,15 +140,13 @@ class Bench:
         }
         parameters, gpu = count_parameters(self.target.model.config), self.target.device.type == "cuda"
         recipe = load_recipe(kind, size_class(parameters, gpu))
-        settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
+        settings = recipe_settings(kind, recipe)
         settings.pop("draft_vocab_size", None)
-        settings["target_layers"] = layers
         if "decay" in settings:
             settings["decay"] = 1.0  # the plain CTC loss has no other
         torch.manual_seed(0)
-        self.head: DraftHead = head_type(
-            config_type(**target_sizes(self.target.config), **settings, end_token_ids=sorted(self.target.end_token_ids))
-        ).to(self.target.device)
+        settings["end_token_ids"] = sorted(self.target.end_token_ids)
+        self.head: DraftHead = new_head(kind, self.target.config, **settings).to(self.target.device)
         self.view = self.target.view()
         self.spent = {"target": 0.0, "head and loss": 0.0, "backward": 0.0}
 

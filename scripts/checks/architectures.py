@@ -23,8 +23,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from draft_heads.data.collate import DraftCollator
 from draft_heads.data.common.pretrained import model_class
-from draft_heads.heads.checkpoint import HEADS, head_classes, head_variants
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import HEADS, head_variants, new_head
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
@@ -191,8 +190,9 @@ def own_answers(folder: Path, dtype: torch.dtype, prompts: list[list[int]], new_
 def trains(target: Target, kind: str, prompts: list[list[int]], answers: list[list[int]]) -> bool:
     """Whether a head of this kind learns for two steps on labels that the target writes, then drafts losslessly."""
     torch.manual_seed(0)
-    head_type, config_type = head_classes(kind)
-    layers = config_type.usual_layers(target.config.num_hidden_layers) if target.modules.layers is not None else []
+    given: dict[str, Any] = TRAINED[kind] | ({} if target.modules.layers is not None else {"target_layers": []})
+    head = new_head(kind, target.config, **given).to(target.dtype)
+    layers = head.config.target_layers
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     labelled = target.label(texts, keep_hidden=True, target_layers=layers)
     marks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in zip(prompts, answers)]
@@ -201,8 +201,6 @@ def trains(target: Target, kind: str, prompts: list[list[int]], answers: list[li
         for text, labels, mask in zip(texts, labelled, marks)
     ]
     batch = DraftCollator(0, target.max_positions)(rows)
-    config = config_type(**target_sizes(target.config), **TRAINED[kind], target_layers=layers)
-    head = head_type(config).to(target.dtype)
     states = target.states_of(batch, layers)
     head.start_from(states["hidden"], target.view(), states.get("aux_hidden"))
     before = [parameter.detach().clone() for parameter in head.parameters()]

@@ -33,8 +33,8 @@ from draft_heads.data.common.progress import track
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS as REGISTERED
-from draft_heads.heads.checkpoint import head_classes, head_variants
-from draft_heads.heads.config import spread_layers, target_sizes
+from draft_heads.heads.checkpoint import head_classes, head_variants, new_head
+from draft_heads.heads.config import spread_layers
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
@@ -118,9 +118,7 @@ def make_prompts(target: Target, count: int) -> list[list[int]]:
 def untrained_head(target: Target, kind: str = "ctc", **settings: Any) -> DraftHead:
     """A head as training starts it, a little disturbed so that its drafts differ."""
     torch.manual_seed(1)
-    head_type, config = head_classes(kind)
-    head = head_type(config(**target_sizes(target.config), **settings))
-    head.to(target.dtype)
+    head = new_head(kind, target.config, **settings).to(target.dtype)
     for parameter in head.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     return head

@@ -10,12 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draft_heads.configs.options import option_names
 from draft_heads.configs.recipes import load_recipe
 from draft_heads.heads import cross_entropy, ctc_loss, label_context
 from draft_heads.heads.base import DraftHead, Rows, TargetView
-from draft_heads.heads.checkpoint import head_classes
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import head_classes, new_head, recipe_settings
 from draft_heads.heads.windows import Windows
 from tests.meta import MetaOnly, NoHostValues
 
@@ -42,10 +40,8 @@ def causal_attention_that_writes_no_scores(segment_ids):
 
 def step(kind, monkeypatch, **changes):
     """(head, peak bytes of forward and backward above weights and inputs) with the recipe of 8B targets."""
-    head_type, config_type = head_classes(kind)
     recipe = load_recipe(kind, "8b") | changes
-    settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
-    module = sys.modules[head_type.__module__]
+    module = sys.modules[head_classes(kind)[0].__module__]
     for name, fake in (
         ("anchor_attention", attention_that_writes_no_scores),
         ("causal_attention", causal_attention_that_writes_no_scores),
@@ -54,7 +50,7 @@ def step(kind, monkeypatch, **changes):
     for losses in (cross_entropy, ctc_loss, label_context):
         monkeypatch.setattr(losses, "logits_bytes", lambda states: 2**30)  # as on a GPU
     with torch.device("meta"):
-        head = head_type(config_type(**target_sizes(LLAMA_8B), **settings)).bfloat16().train()
+        head = new_head(kind, LLAMA_8B, **recipe_settings(kind, recipe)).bfloat16().train()
         classes, count, offsets = head.config.classes, recipe["anchors"], head.config.offsets
         embedding = torch.nn.Embedding(VOCABULARY, 4096, dtype=torch.bfloat16).requires_grad_(False)
         view = TargetView(embedding, torch.empty(classes, 4096, dtype=torch.bfloat16))

@@ -5,8 +5,7 @@ import functools
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_heads.heads.checkpoint import head_classes, head_variants
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import head_variants, new_head
 from draft_heads.inference.drafters.base import Drafter, SlotLoop, VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, drafter_for
 from draft_heads.inference.engine import DecodingEngine
@@ -52,8 +51,7 @@ def oracle_of(name, dtype, settings):
 def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):
     """An untrained head, disturbed so that all its parts matter."""
     torch.manual_seed(seed)
-    head_type, config = head_classes(kind)
-    head = head_type(config(**target_sizes(target.config), **settings))
+    head = new_head(kind, target.config, **settings)
     for parameter in head.parameters():
         parameter.data += scale * torch.randn_like(parameter)
     return head.to(target.dtype)

@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from draft_heads.configs.options import option_names
 from draft_heads.configs.recipes import SHAPES, load_recipe
-from draft_heads.heads.checkpoint import head_classes
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import new_head, recipe_settings
 from draft_heads.heads.target_view import LogitsRule
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
@@ -51,11 +49,8 @@ def make_drafter(model, kind, monkeypatch, slots=1, **sizes):
     if kind == "vanilla":
         drafter = VanillaDrafter("meta")
     else:
-        head_type, config_type = head_classes(kind)
-        recipe = load_recipe(kind, "8b")
-        settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         with torch.device("meta"):
-            head = head_type(config_type(**target_sizes(target.config), **settings)).bfloat16().eval()
+            head = new_head(kind, target.config, **recipe_settings(kind, load_recipe(kind, "8b"))).bfloat16().eval()
         drafter = drafter_for(head, target, NODES, slots=slots)
     return target, drafter
 
