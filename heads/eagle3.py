@@ -43,7 +43,7 @@ class Eagle3Config(HeadConfig):
 
     kind: ClassVar[str] = "eagle3"
     title: ClassVar[str] = "an EAGLE-3 head"
-    budget: ClassVar[Budget] = Budget(training=4.4, whole_vocabulary=7.5, drafting=0.36)  # S blocks one after another
+    budget: ClassVar[Budget] = Budget(training=4.4, whole_vocabulary=7.7, drafting=0.36)  # S blocks one after another
     cut_at_disagreement: ClassVar[bool] = False
 
     passes: int = option(7, "S, passes of the training-time test and levels of a draft", least=1)

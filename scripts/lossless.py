@@ -70,8 +70,10 @@ def run(options: argparse.Namespace) -> bool:
         console.print(sentence(difference))
     if len(unexplained) > SHOWN:
         console.print(f"… and {len(unexplained) - SHOWN} more")
+    if uneven := len({row["skipped"] for row in results}) > 1 and not differences:
+        console.print("Every answer is equal, and yet some drafters skipped more turns than others: these were lost.")
     console.print(f"  {options.output / 'lossless.json'}", soft_wrap=True)
-    return not unexplained
+    return not (unexplained or uneven)
 
 
 def describe_difference(record: TurnRecord, target: Target) -> dict[str, Any]:

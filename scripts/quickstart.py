@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,10 @@ from draft_heads.train.command import trainer_script
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
 LEAST = 80  # conversations to distil
+FULL = 1600
+"""Steps after which every head has learned to draft."""
+WEAK = 2.0
+"""Tokens per forward that each then accepts at least."""
 INPUTS = ("conversations", "dialogues", "word_problems")
 """The files of the folder's `data`, made here."""
 
@@ -84,7 +89,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--heads", nargs="+", choices=sorted(HEADS), default=["ctc", "medusa"], help="heads to train")
     parser.add_argument("--conversations", type=int, default=2000, help="conversations to distil")
-    parser.add_argument("--steps", type=int, default=1600, help="optimizer steps of each head")
+    parser.add_argument("--steps", type=int, default=FULL, help="optimizer steps of each head")
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
     parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
     args = parser.parse_args()
@@ -143,6 +148,7 @@ def main() -> None:
         "--benchmarks", *(f"{name}={files[name]}" for name in INPUTS[1:]), "--output", report, "--threads", "1",
     )  # fmt: skip
     run(console, "3/3 decode, and compare with the plain loop", {"decode": decode})
+    check_report(output / "report" / "report.json", args.heads if args.steps >= FULL else ())
     console.print(Rule("done"))
     trained, shown = (relative_paths(path, ROOT) for path in (f"{output}/*/head", f"{report}/report.html"))
     console.print(
@@ -164,6 +170,15 @@ def check_earlier(output: Path) -> None:
         raise ValueError(
             f"--output must be a new folder or one of an earlier quickstart; {output} is none; pick another"
         )
+
+
+def check_report(file: Path, heads: Sequence[str]) -> None:
+    """End with a sentence if answers are not the target's, or if fully trained heads draft next to nothing."""
+    rows = json.loads(file.read_text(encoding="utf-8"))["results"]
+    if wrong := sorted({row["drafter"] for row in rows if row["lossless"]["unexplained"]}):
+        sys.exit(f"quickstart: answers of {', '.join(wrong)} are not the target's own; {file.parent} says which")
+    if weak := sorted({row["drafter"] for row in rows if row["drafter"] in heads and row["beta"] < WEAK}):
+        sys.exit(f"quickstart: β of {', '.join(weak)} is below {WEAK}; see the training's lines above")
 
 
 def next_commands() -> list[str]:

@@ -157,6 +157,9 @@ PACKAGED = (
     "configs/**/*.jinja",
     "configs/**/*.json",
     "inference/native/*.cpp",
+    "inference/evaluation/html/*.css",
+    "inference/evaluation/html/*.js",
+    "data/synthetic/*.yaml",
     "data/tiny_target/*",
 )
 """What a wheel needs beside Python files."""

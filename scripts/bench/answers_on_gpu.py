@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.checks.lossless_matrix import FREE, RANDOM_TARGETS, make_prompts, untrained_head
+from draft_heads.scripts.checks.lossless_matrix import FREE, RANDOM_TARGETS, make_prompts, trained_head
 
 HEAD_WORDS = tuple(f"{kind}:head" for kind in sorted(HEADS))
 CHECKED = (
@@ -32,18 +33,16 @@ GRAPHS = ", graphs"
 
 
 def recipe_head(target: Target, kind: str) -> DraftHead:
-    """An untrained head of the 8B recipe's settings, scaled to the target."""
-    if target.vocab_size < 1000:
-        return untrained_head(target, kind).to(target.device).eval()
+    """An untrained head of the 8B recipe's settings."""
     with torch.device(target.device):
         return new_head(kind, target.config, **recipe_settings(kind, load_recipe(kind, "8b"))).to(target.dtype).eval()
 
 
-def build(target: Target, words: str, nodes: int) -> Drafter:
-    """A drafter from the words of a command line, with untrained heads of the 8B recipes (`recipe_head`), and as a
-    draft model the target itself, which always agrees."""
+def build(target: Target, words: str, nodes: int, head: Callable[[str], DraftHead] | None = None) -> Drafter:
+    """A drafter from the words of a command line, with `head(kind)`, or else `recipe_head`, and as a draft model the
+    target itself, which always agrees."""
     made = DrafterBuilder(target, nodes)
-    made.head = lambda kind, path: recipe_head(target, kind)  # type: ignore[method-assign]
+    made.head = lambda kind, path: head(kind) if head else recipe_head(target, kind)  # type: ignore[method-assign]
     made.draft_model = lambda kind, path: target  # type: ignore[method-assign]
     return made.build(DrafterSpec.parse("drafter=" + words.format(nodes=nodes, columns=min(nodes, 8))))
 
@@ -81,10 +80,12 @@ def correctness(
     check_fused(target)
     texts, settings = make_prompts(target, 4), GenerationSettings(48, eos_token_ids=())
     oracle = Oracle(target, settings)
+    known = [(text, oracle.answer(text)) for text in texts]
+    fitted = cache(lambda kind: trained_head(target, known, 60, kind))  # else worse drafts would be no worse
     for words in ("vanilla", *drafters):
         for graphs in (True, False):
             try:
-                engine = DecodingEngine(target, build(target, words, 12), captured=None if graphs else False)
+                engine = DecodingEngine(target, build(target, words, 12, fitted), captured=None if graphs else False)
                 results = [engine.generate(text, settings) for text in texts]
                 counts = judge_all(oracle, [(text, found.tokens) for text, found in zip(texts, results)]).as_dict()
                 counts["steps"] = sum(len(result.accept_lengths) for result in results)

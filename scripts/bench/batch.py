@@ -51,7 +51,9 @@ class CountedBatches:
         """Answer all texts."""
         self.drafts = 0
         answers = self._engine.generate(texts, settings)
-        self.answers = [answer.tokens for answer in answers]
+        earlier, self.answers = self.answers, [answer.tokens for answer in answers]
+        if earlier and earlier != self.answers:
+            raise AssertionError(f"{self.size} texts at once got other answers than in the round before")
         self.beta = sum(map(len, self.answers)) / sum(answer.target_steps for answer in answers)
         drafting, total = (sum(answer.seconds.get(part, nan) for answer in answers) for part in ("draft", "total"))
         self.draft_seconds.append(drafting / max(self.drafts, 1))  # none where the prefill ends every answer

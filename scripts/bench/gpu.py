@@ -150,7 +150,6 @@ class StepTimer:
     def plain_step(self) -> dict[str, Any]:
         """Milliseconds of a plain step, and the time its weights take to read over that."""
         target = self.target
-        check_fused(target)
         self.run(self.plain)
         seconds = statistics.median(self.run(self.plain)[0] for _ in range(2 * self.args.repeats))
         read = sum(p.numel() * p.element_size() for p in target.decoder.parameters())
@@ -371,7 +370,13 @@ def measure_shape(parts: Parts, args: argparse.Namespace, shape: str) -> None:
     """Steps and training on a random target of a shape, whose memory is free afterwards."""
     args.shape = shape
     made: list[Target] = []  # `Parts` keeps no target alive
-    parts.run(f"{shape}: target", lambda: made.append(random_target(args)))
+
+    def make() -> None:
+        target = random_target(args)
+        check_fused(target)
+        made.append(target)
+
+    parts.run(f"{shape}: target", make)
     if not made:
         return
     timer = StepTimer(made[0], args)

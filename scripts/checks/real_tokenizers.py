@@ -58,7 +58,7 @@ def broken_rules(renderer: ChatRenderer, messages: Messages) -> tuple[list[str],
         broken.append(f"{len(answers)} answers, {len(texts)} trained runs")
     for text, answer, run in zip(texts, answers, answered):
         before, found, after = (part.strip() for part in text.partition(answer))
-        ends = not after or (after == decode(run[-1:]) and run[-1] in renderer.ends)
+        ends = after == decode(run[-1:]) and run[-1] in renderer.ends if after else renderer.end_of_turn() is None
         if not found or before or not ends:
             broken.append(f"{text!r} is trained of the answer {answer!r}")
     rest = "".join(decode(run, clean_up_tokenization_spaces=False) for trained, run in runs if not trained)

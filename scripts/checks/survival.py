@@ -184,7 +184,12 @@ def survive(
 def main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--training", type=int, default=100, help="kills of a training (default 100)")
-    parser.add_argument("--distillation", type=int, default=50, help="kills of a distillation (default 50)")
+    parser.add_argument(
+        "--distillation",
+        type=int,
+        default=50,
+        help="kills of distillations, half of them of --labels generate (default 50)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the points at which processes are killed")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked process must not need the threads of this one
@@ -195,18 +200,21 @@ def main() -> bool:
         source.write_text("".join(json.dumps(row) + "\n" for row in conversations(ROWS, 3, "heldout")))
         common = ["--target", TARGET, "--threads", "1"]
         distil = [str(ROOT / "scripts" / "distill.py"), *common, "--dataset", str(source)]
-        distil += shlex.split(f"--labels argmax --shard_rows {SHARD_ROWS} --batch_size {SHARD_ROWS}")
-        data = base / "data"
-        attempt([*distil, "--output", str(data)], data)
-        wrong = survive(
-            [*distil, "--output", str(base / "distillation")],
-            base / "distillation",
-            options.distillation,
-            draw,
-            saved=shards,
-            interval=0,
-            finished=lambda folder: [*sorted(folder.glob("shard-*.arrow")), folder / "manifest.json"],
-        )
+        distil += shlex.split(f"--shard_rows {SHARD_ROWS} --batch_size {SHARD_ROWS} --labels")
+        data, wrong = base / "data", list[str]()
+        attempt([*distil, "argmax", "--output", str(data)], data)
+        for labels, share in (("argmax", options.distillation // 2), ("generate", -(-options.distillation // 2))):
+            folder = base / f"distillation of {labels} labels"
+            more = ["--max_new_tokens", "12"] if labels == "generate" else []
+            wrong += survive(
+                [*distil, labels, *more, "--output", str(folder)],
+                folder,
+                share,
+                draw,
+                saved=shards,
+                interval=0,
+                finished=lambda folder: [*sorted(folder.glob("shard-*.arrow")), folder / "manifest.json"],
+            )
         load_distilled(str(data))
         run = base / "training"
         train = [str(ROOT / "train" / "ctc.py"), *common, "--dataset", str(data), "--output_dir", str(run)]

@@ -19,7 +19,12 @@ from tests.meta import MetaOnly, NoHostValues
 
 LENGTH, VOCABULARY = 4096, 128256
 LLAMA_8B = SimpleNamespace(
-    hidden_size=4096, vocab_size=VOCABULARY, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
+    hidden_size=4096,
+    num_hidden_layers=32,
+    vocab_size=VOCABULARY,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
 )
 
 
@@ -55,7 +60,9 @@ def step(kind, monkeypatch, **changes):
         embedding = torch.nn.Embedding(VOCABULARY, 4096, dtype=torch.bfloat16).requires_grad_(False)
         view = TargetView(embedding, torch.empty(classes, 4096, dtype=torch.bfloat16))
         ids = torch.zeros(1, LENGTH, dtype=torch.long)
-        rows = Rows.of(torch.empty(1, LENGTH, 4096, dtype=torch.bfloat16), ids)
+        read = len(head.config.target_layers)
+        aux_hidden = torch.empty(1, LENGTH, read * 4096, dtype=torch.bfloat16) if read else None
+        rows = Rows.of(torch.empty(1, LENGTH, 4096, dtype=torch.bfloat16), ids, aux_hidden=aux_hidden)
         several = torch.zeros(1, count, dtype=torch.long)
         valid = torch.ones(1, count, dtype=torch.bool)
         windows = Windows(several, valid, torch.zeros(1, count, offsets, dtype=torch.long), several, valid)

@@ -55,6 +55,13 @@ def test_lossless_exits_1_and_shows_unexplained_differences(command, tmp_path, c
     assert "and 3 more" in shown
 
 
+def test_turns_that_one_drafter_alone_skips_are_lost(command, capsys, monkeypatch):
+    own = lossless.lossless_counts
+    monkeypatch.setattr(lossless, "lossless_counts", lambda turns: own(turns[turns[0].drafter == "plain" :]))
+    assert lossless.main(command) == 1
+    assert "some drafters skipped more turns than others: these were lost." in " ".join(capsys.readouterr().out.split())
+
+
 def test_lossless_has_no_row_that_compares_generate_with_itself(command, capsys):
     assert lossless.main([*command, "--drafters", "transformers"]) == 2
     assert "'transformers' is reserved" in capsys.readouterr().err

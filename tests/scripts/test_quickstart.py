@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,3 +105,26 @@ def test_too_few_conversations_are_refused_before_anything_is_done(tmp_path, mon
         quickstart.main()
     assert "--conversations must be at least 80, of which 64 are held out; got 60" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("unexplained", "beta", "heads", "told"),
+    [
+        (0, 3.8, ["ctc"], None),
+        (1, 3.8, ["ctc"], "quickstart: answers of ctc are not the target's own; report says which"),
+        (0, 1.9, ["ctc"], "quickstart: β of ctc is below 2.0; see"),
+        (0, 1.9, [], None),  # a few steps
+    ],
+)
+def test_other_answers_and_heads_that_learned_nothing_end_it(tmp_path, monkeypatch, unexplained, beta, heads, told):
+    monkeypatch.chdir(tmp_path)
+    file = Path("report") / "report.json"
+    file.parent.mkdir()
+    rows = [{"drafter": "ngram", "beta": 1.1, "lossless": {"unexplained": 0}}]
+    rows.append({"drafter": "ctc", "beta": beta, "lossless": {"unexplained": unexplained}})
+    file.write_text(json.dumps({"results": rows}))
+    if told is None:
+        quickstart.check_report(file, heads)
+        return
+    with pytest.raises(SystemExit, match=re.escape(told)):
+        quickstart.check_report(file, heads)

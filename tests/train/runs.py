@@ -78,4 +78,6 @@ def launch_two_nodes(hostfile, *arguments, **options):
 def losses(output, name="loss"):
     newest = max(Path(output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
-    return [entry[name] for entry in history if name in entry]
+    found = [entry[name] for entry in history if name in entry]
+    assert found, name
+    return found
