@@ -78,7 +78,7 @@ def accepted_length(report: Report) -> Figure:
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    panels[0].set_ylabel("share of the target's forwards")
+    panels[0].set_ylabel("share of the forwards after the prefill")
     if drafting:
         _legend_below(figure, panels[0])
     return figure
