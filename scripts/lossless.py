@@ -6,7 +6,8 @@
 Writes lossless.json to --output. Exit status 0 only when no difference is unexplained, 1 when one is, 2 when
 it cannot run or nothing could be compared. A near tie counts as explained: in the next higher precision the two logits
 are almost equal. A turn whose prompt does not fit the context, or which the chat template refuses, is skipped, with
-those after it: it is counted aloud and changes no exit status while other turns were compared.
+those after it: it is counted aloud and changes no exit status while other turns were compared. Where every answer is
+equal, and one drafter skipped more turns than another, the status is 1.
 """
 
 from __future__ import annotations

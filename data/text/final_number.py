@@ -14,7 +14,9 @@ _NUMBER = re.compile(
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<!\d)\.\d+)"
 )
 _ANSWER = r"(?:the )?(?:final )?answers?(?: is)?(?: \([^()\d\n]*\))?[ \t]*(?:[:=]|-(?= ))?"
-_TITLE = r"(?:\d{1,2}[.)][ \t*_]+)?[^\W\d_][^\d\n:=]{0,60}+[:=]"  # `Janet's earnings:`, `2. Total:`
+_TITLE = r"[^\W\d_][^\d\n:=]{0,60}+[:=]"  # `Janet's earnings:`
+_ORDINAL = re.compile(rf"[ \t*_]*(\d{{1,2}})[.)][ \t*_]+(?={_TITLE})")  # of `2. Total: 18`
+_ASIDE = re.compile(r"[^\w\n]*(?:double-)?(?:check|verif|note|explanation|proof)", re.IGNORECASE)
 _LEAD = re.compile(rf"#*[ \t*_]*(?:{_ANSWER}|(?P<title>{_TITLE})|[:=])?[\s*_`$\\{{\[]*", re.IGNORECASE)
 _THOUSANDS = re.compile(
     r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))"
@@ -53,7 +55,8 @@ _NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
 def gsm8k_answer(text: str) -> Decimal | None:
     """The last number that `####` or the last line's `\\boxed` marks, else the last of the text; None for none.
 
-    Where `####` is a heading, a number with a title (`#### Total: 18`) counts only if no later heading has numbers.
+    Where `####` is a heading, a number with a title (`#### Total: 18`) counts only if no later heading but a check or a
+    note has numbers.
     Of a marked equation it is the last side that is a number, of a sum without a result its value. Fractions and powers
     have their values; the exponent of a unit is no number, a comma is no decimal point, and a
     word of size is not read. Examples:
@@ -67,7 +70,12 @@ def gsm8k_answer(text: str) -> Decimal | None:
     text = _VULGAR.sub(lambda found: f"{found[1] or ''} {normalize('NFKC', found[2]).replace('⁄', '/')}", text)
     text = _LATEX_FRACTION.sub(lambda found: f"{f'{found[1].strip()} ' if found[1] else ''}{found[2]}/{found[3]}", text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Decimal(found[2]) / Decimal(found[3])), text)
-    marked = [part for part in _MARK.split(text)[1:] if _NUMBER.search(part)]
+    parts = _MARK.split(text)[1:]
+    parts = [
+        part[found.end() :] if (found := _ORDINAL.match(part)) and int(found[1]) <= len(parts) else part
+        for part in parts
+    ]
+    marked = [part for part in parts if _NUMBER.search(part) and not _ASIDE.match(part)]
     for part in reversed(marked):
         number, titled = _number_after_mark(part)
         if number is not None and (part is marked[-1] or not titled):

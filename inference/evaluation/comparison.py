@@ -112,13 +112,11 @@ def same_target(one: Report, other: Report) -> bool:
     """Whether two reports have one target, by fingerprint, or by number of parameters where they have none. A field
     that an older version did not write is not compared; replays without a target fit those with one."""
     ours, theirs = fingerprint(one), fingerprint(other)
-    if one["target"] is other["target"] is None:
-        return not (ours and theirs and compared(ours, theirs))
+    if ours and theirs:
+        return not compared(ours, theirs)
     if not one["target"] or not other["target"]:
-        return False
-    if not ours or not theirs:
-        return ours == theirs and one["target"].get("parameters") == other["target"].get("parameters")
-    return not compared(ours, theirs)
+        return one["target"] is other["target"]
+    return ours == theirs and one["target"].get("parameters") == other["target"].get("parameters")
 
 
 def fingerprint(report: Report) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def _before_the_cut(prompt: str, answer: str, function: re.Pattern[str]) -> str:
         return answer
     before = answer[: last.start()]
     body = f"{prompt}\n{_continuation(prompt, before, function)}"
-    return before if code_of(before, function) or _wrong_line(body, function) is None else answer
+    begins = _wrong_line(body, function) is None and _returns(body, function, complete=False)
+    return before if begins or code_of(before, function) else answer
 
 
 def code_of(answer: str, function: re.Pattern[str]) -> str | None:

@@ -121,7 +121,7 @@ def untrained_head(target: Target, kind: str = "ctc", **settings: Any) -> DraftH
     head = new_head(kind, target.config, **settings).to(target.dtype)
     for parameter in head.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
-    return head.to(target.device)
+    return head
 
 
 def trained_head(
@@ -144,10 +144,10 @@ def trained_head(
     def batch_from(first: int) -> tuple[Any, ...]:
         """The texts from one on, with what the target says of them, which stays the same from step to step."""
         batch = [texts[(first + row) % len(texts)] for row in range(rows_per_step)]
-        rows = [torch.tensor(prompt + answer, device=target.device) for prompt, answer in batch]
+        rows = [torch.tensor(prompt + answer) for prompt, answer in batch]
         ids, segments = pad_sequence(rows, True), pad_sequence([torch.ones_like(row) for row in rows], True)
-        positions = torch.arange(ids.shape[1], device=target.device).expand_as(ids)
-        mask = segments.bool() & (positions >= positions.new_tensor([[len(prompt)] for prompt, _ in batch]))
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        mask = segments.bool() & (positions >= torch.tensor([[len(prompt)] for prompt, _ in batch]))
         return ids, mask, segments, positions, *target.forward_rows(ids, segments, positions, head.config.target_layers)
 
     for step in range(steps):

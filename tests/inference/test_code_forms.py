@@ -204,7 +204,20 @@ def test_a_function_that_a_cut_answer_begins_once_more_does_not_count(before, be
         assert pass_at_1(answer, TASK) == 0.0
 
 
-@pytest.mark.parametrize("answer", [f"{FIRST}\n\n{PROMPT}{BODY}\n\nThat is all", f"{PROMPT}{BODY}", BODY])
+LATER = BODY.replace("0, []", "zero(), []")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"{FIRST}\n\n{PROMPT}{BODY}\n\nThat is all",
+        f"{PROMPT}{BODY}",
+        BODY,
+        f"def zero():\n    return 0\n\n\n{PROMPT}{LATER}",
+        f"```python\nclass Zero:\n    def __call__(self):\n        return 0\n\nzero = Zero()\n{PROMPT}{LATER}    # so",
+        f"```\n{PROMPT}```\nSolution\n\n{PROMPT}{BODY}",
+    ],
+)
 def test_a_cut_answer_keeps_the_last_function_where_more_follows_or_none_stands_before(answer):
     assert pass_at_1(answer, TASK, cut=True) == 1.0
 

@@ -120,8 +120,9 @@ def test_other_answers_and_heads_that_learned_nothing_end_it(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     file = Path("report") / "report.json"
     file.parent.mkdir()
-    rows = [{"drafter": "ngram", "beta": 1.1, "lossless": {"unexplained": 0}}]
-    rows.append({"drafter": "ctc", "beta": beta, "lossless": {"unexplained": unexplained}})
+    rows = [{"drafter": "ngram", "category": None, "beta": 1.1, "lossless": {"unexplained": 0}}]
+    rows.append({"drafter": "ctc", "category": None, "beta": beta, "lossless": {"unexplained": unexplained}})
+    rows.append({"drafter": "ctc", "category": "math", "beta": 1.2, "lossless": {"unexplained": 0}})
     file.write_text(json.dumps({"results": rows}))
     if told is None:
         quickstart.check_report(file, heads)

@@ -41,8 +41,12 @@ from draft_heads.data.text.final_number import gsm8k_answer
         ("#### Eggs sold: 16 - 3 - 4 = 9\n#### Earnings per day\n9 × $2 = **$18**", "18"),
         ("#### 18\n#### Explanation: 9 eggs\n#### Note\nat $2", "18"),
         ("#### \U0001f95a Total eggs: 16\n16 - 3 - 4 = 9\n#### \U0001f4b0 Earnings\n9 × $2 = **$18**", "18"),
-        ("#### 2. Earnings: 9 × $2 = $18", "18"),
-        ("#### 1. Eggs: 9\n#### 3. **Total: $18**", "18"),
+        ("#### 1. Eggs: 9\n#### 2. Earnings: 9 × $2 = $18", "18"),
+        ("#### 1. Eggs: 9\n#### Cost\n2\n#### 3. **Total: $18**", "18"),
+        ("#### 18. Explanation: 7 days a week", "18"),
+        ("#### Total earnings: $18\n\n#### Check:\n9 × 2 = 18\n16 - 7 = 9", "18"),
+        ("#### x = 18\n#### **Verification**\n18 + 2 = 20", "18"),
+        ("#### Total: 18\n\n#### \U0001f4dd Note\nThat is 9 eggs sold of 16", "18"),
         ("#### Janet's earnings (a day): $18\n(9 eggs at 2)", "18"),
         ("#### Answer: \\[18\\]\nNote 7", "18"),
         ("It is 18 cm2.", "18"),
@@ -165,5 +169,5 @@ def test_a_loop_after_a_mark_is_read_in_time(run):
     """Words may be cut from a run of letters in as many ways as its length to the power of four."""
     begun = time.perf_counter()
     for mark in ("#### ", "\\boxed{"):
-        gsm8k_answer(mark + run)
+        gsm8k_answer(f"{mark}{run} 7")
     assert time.perf_counter() - begun < 5
