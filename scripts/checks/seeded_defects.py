@@ -162,16 +162,8 @@ def kills(defect: Defect) -> bool:
         left_out = shutil.ignore_patterns(".git", ".venv*", "build", "runs", ".*_cache", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=left_out)
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        pytest = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-m",
-            "",
-            *shlex.split(defect.tests),
-        ]  # the slow tests too
+        every = ["-m", ""]  # the slow tests too
+        pytest = [sys.executable, "-m", "pytest", "-q", "-x", *every, *shlex.split(defect.tests)]
 
         def status(text: str, *options: str) -> int:
             (copy / file.relative_to(ROOT)).write_text(text, encoding="utf-8")
