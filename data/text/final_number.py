@@ -16,7 +16,11 @@ _NUMBER = re.compile(
 _ANSWER = r"(?:the )?(?:final )?answers?(?: is)?(?: \([^()\d\n]*\))?[ \t]*(?:[:=]|-(?= ))?"
 _TITLE = r"[^\W\d_][^\d\n:=]{0,60}+[:=]"  # `Janet's earnings:`
 _ORDINAL = re.compile(rf"[ \t*_]*(\d{{1,2}})[.)][ \t*_]+(?={_TITLE})")  # of `2. Total: 18`
-_ASIDE = re.compile(r"[^\w\n]*(?:double-)?(?:check|verif|note|explanation|proof)", re.IGNORECASE)
+_ASIDE = re.compile(  # a heading such as `Check:`, `Step 3: Verification`
+    r"[^\w\n]*(?:(?:step \d+|double|sanity|final|quick|let['’]s)[-: ]+)*"
+    r"(?:check(?:s|ing)?|verif\w+|notes?|proof|breakdown|summary)\b[^\w\n]*(?::|\n)",
+    re.IGNORECASE,
+)
 _LEAD = re.compile(rf"#*[ \t*_]*(?:{_ANSWER}|(?P<title>{_TITLE})|[:=])?[\s*_`$\\{{\[]*", re.IGNORECASE)
 _THOUSANDS = re.compile(
     r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|[\u00a0\u2009\u202f'’])(?=\d{3}(?!\d))"
@@ -55,8 +59,8 @@ _NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
 def gsm8k_answer(text: str) -> Decimal | None:
     """The last number that `####` or the last line's `\\boxed` marks, else the last of the text; None for none.
 
-    Where `####` is a heading, a number with a title (`#### Total: 18`) counts only if no later heading but a check or a
-    note has numbers.
+    A number alone goes before others. Where `####` is a heading, a number with a title (`#### Total: 18`) counts only
+    if no later heading but a check or a note has numbers.
     Of a marked equation it is the last side that is a number, of a sum without a result its value. Fractions and powers
     have their values; the exponent of a unit is no number, a comma is no decimal point, and a
     word of size is not read. Examples:
@@ -71,6 +75,9 @@ def gsm8k_answer(text: str) -> Decimal | None:
     text = _LATEX_FRACTION.sub(lambda found: f"{f'{found[1].strip()} ' if found[1] else ''}{found[2]}/{found[3]}", text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Decimal(found[2]) / Decimal(found[3])), text)
     parts = _MARK.split(text)[1:]
+    plain = [_NUMBER.fullmatch(part.split("\n", 1)[0].strip(" \t\r*_`$.{}")) for part in parts]
+    if official := [found[0] for found in plain if found]:  # `#### 18`, as references have it
+        return _decimal(official[-1])
     parts = [
         part[found.end() :] if (found := _ORDINAL.match(part)) and int(found[1]) <= len(parts) else part
         for part in parts
