@@ -59,8 +59,8 @@ def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
         assistant = loaded[0].to(target.device).eval()
         if (own := assistant.config.get_text_config().vocab_size) != target.vocab_size:
             raise ValueError(
-                f"an assistant has its target's vocabulary, of {target.vocab_size:,} tokens; {path} has {own:,}; pass "
-                "a smaller model of the same family"
+                f"an assistant has its target's vocabulary, of {target.vocab_size:,} tokens with its padding; {path} "
+                f'has {own:,}; pass a smaller model whose config.json has "vocab_size": {target.vocab_size}'
             )
         return HFAssisted(target, {}, assistant)
     return HFGenerate(target)

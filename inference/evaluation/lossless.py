@@ -263,7 +263,7 @@ def gap_noise(
             decoded.append(gap(length, output.logits[0, -1]))
     alone = torch.stack(decoded)
     noise = torch.stack([alone - once, alone - right, once - right]).abs()
-    return float(noise.nan_to_num(nan=0.0).max())  # of a forced token all gaps are infinite
+    return float(noise.nan_to_num(0.0, posinf=0.0).max())  # of a forced token, and where a forward overflows, none
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,16 @@
 JOB has "engine" (arguments of vLLM's LLM) and "tasks", each with "prompts" (lists of token ids), "at_once" (how many
 are asked together), "sampling" (arguments of SamplingParams) and "abort" (give up as many requests first). RESULT is a
 list: of each task "answers" (token ids), "texts", "counts" (what vLLM counted meanwhile), "slots" (requests that the
-head still keeps), "memory" (MiB of the worker, the most so far) and "seconds".
+head still keeps), "memory" (MiB that the worker then holds) and "seconds".
 """
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 COUNTED = ("spec_decode", "num_preemptions", "prefix_cache")
 
@@ -32,9 +33,9 @@ class Constant:
 
 
 def kept(worker: Any) -> tuple[int, float]:
-    """Requests that a worker's head keeps, and the worker's greatest memory so far in MiB."""
+    """Requests that a worker's head keeps, and the memory in MiB that the worker holds now."""
     drafts = getattr(getattr(worker.model_runner, "drafter", None), "drafts", ())
-    return len(drafts), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return len(drafts), psutil.Process().memory_info().rss / 2**20
 
 
 def counts(engine: Any) -> dict[str, float]:

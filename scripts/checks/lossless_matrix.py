@@ -198,12 +198,12 @@ class _Cell:
                 yield f"{kind} {mode}".strip(), trained, f"{head}:{kind}-{trained}" + (mode and f",tree={mode}")
 
     def refuses(self, name: str) -> bool:
-        """Whether a head cannot start from this target: it copies the first layer, which must be a Llama's."""
+        """Whether a head cannot start from this target: it copies the first layer, which must be as a Llama's."""
         try:
             head = self.new_head(name)
             head.start_from(torch.zeros(1, 1, head.config.hidden_size, dtype=head.dtype), self.target.view())
         except ValueError as error:
-            if not self.settings_of(name).get("encoder", "").startswith("target_layer0"):
+            if self.name == "llama" or not self.settings_of(name).get("encoder", "").startswith("target_layer0"):
                 raise
             print(f"{name} is left out for {self.name}: {error}")
             return True

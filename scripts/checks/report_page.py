@@ -4,7 +4,8 @@
 
 Needs Chromium (`apt-get install chromium`). Takes screenshots at phone and desktop width, light and dark, and checks in
 each: no error on the console, nothing wider than the page, every image loads, charts show values on hover, the token
-view's counts are those of report.json, and a selected step shows its tree. Exits with 1 if anything fails.
+view's counts are those of report.json, and a selected step shows its tree with its accepted nodes. Exits with 1 if
+anything fails, also where a report has no answers with trees to look at.
 """
 
 from __future__ import annotations
@@ -57,9 +58,8 @@ frame.onload = () => {
       .map((one) => [one.dataset.source, Number(text(one))])),
     nodes: [...article.querySelectorAll(".step")].map((step) => {
       step.click();
-      return article.querySelectorAll(".tree rect.node").length;
+      return [".tree rect.node", ".tree rect.node.accepted"].map((node) => article.querySelectorAll(node).length);
     }),
-    accepted: article.querySelectorAll(".tree rect.node.accepted").length,
     said: [...article.querySelectorAll(".step")].map((step) => {
       step.click();
       return text(article.querySelector(".tree p"));
@@ -125,11 +125,17 @@ def faults(found: dict[str, Any], report: dict[str, Any], theme: str) -> list[st
     if (brightness > 127) != (theme == "light"):
         wrong.append(f"the {theme} theme has the background {found['background']}")
     samples = report.get("samples") or []
+    if not any(sample["trees"] for sample in samples):
+        wrong.append(
+            "report.json has no answer with trees, which are then not looked at; evaluate without --replay of answers"
+        )
     if len(samples) != len(found["samples"]):
         wrong.append(f"report.json has {len(samples)} samples and the page {len(found['samples'])}")
     for sample, shown in zip(samples, found["samples"]):
         trees = sample["trees"] or [None] * len(sample["accept_lengths"])
-        drafted = [1 + len(tree["parents"]) if tree and tree["parents"] else 0 for tree in trees]
+        drafted = [
+            [1 + len(tree["parents"]), len(tree["accepted"])] if tree and tree["parents"] else [0, 0] for tree in trees
+        ]
         expected = {
             "tokens": len(sample["texts"]),
             "shown_tokens": len(sample["texts"]),

@@ -155,7 +155,8 @@ def fault(defect: Defect) -> str | None:
 
 
 def kills(defect: Defect) -> bool:
-    """Whether a defect's tests fail in a copy of the project that has it; RuntimeError if they fail without it too."""
+    """Whether a defect's tests fail in a copy of the project that has it; RuntimeError if they fail without it too, or
+    only because `wrong` names what is not there."""
     file, text = edited(defect)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "draft_heads"  # a package without a file of its own: the project's folders are its parts
@@ -165,19 +166,21 @@ def kills(defect: Defect) -> bool:
         every = ["-m", ""]  # the slow tests too
         pytest = [sys.executable, "-m", "pytest", "-q", "-x", *every, *shlex.split(defect.tests)]
 
-        def status(text: str, *options: str) -> int:
+        def run(text: str, *options: str) -> tuple[int, str]:
             (copy / file.relative_to(ROOT)).write_text(text, encoding="utf-8")
             done = subprocess.run([*pytest, *options], cwd=copy, env=environment, capture_output=True, text=True)
             if done.returncode not in (0, 1):
                 raise RuntimeError(
                     f"pytest could not run for {defect.name!r}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
                 )
-            return done.returncode
+            return done.returncode, done.stdout
 
-        failed = status(text) == 1
-        if failed and status(source(file), "--last-failed"):
+        status, told = run(text)
+        if unknown := re.search(r"NameError: name '\w+'", told):
+            raise RuntimeError(f"{defect.name}: `wrong` is a mistake that runs, and this is a {unknown[0]}; correct it")
+        if status and run(source(file), "--last-failed")[0]:
             raise RuntimeError(f"{defect.name}: the test that caught it fails without it too; mend the test")
-    return failed
+    return status == 1
 
 
 def main() -> int:

@@ -39,9 +39,10 @@ QUICKSTART = "--heads ctc --conversations 200 --steps 20 --questions 2 --problem
 
 
 def requirements() -> dict[str, Requirement]:
-    """Name → requirement, of what a user installs: the dependencies in pyproject.toml, and those of the server."""
+    """Name → requirement, of what a user installs: the dependencies in pyproject.toml, the server's and ROUGE's."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["serve"], *extras["rouge"]]
     return {found.name: found for found in map(Requirement, wanted)}
 
 

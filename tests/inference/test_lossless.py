@@ -192,6 +192,16 @@ def test_noise_in_half_precision_holds_what_all_readings_round_alike(dtype, samp
     assert noise >= float((first - second).abs().max()) * (1 - 1e-9) > 0
 
 
+def test_where_a_forward_overflows_it_excuses_nothing():
+    """Logits beyond 65,504 are infinite in float16 and finite one precision higher."""
+    target = make_target(torch.float16)
+    with torch.no_grad():
+        target.model.lm_head.weight[7] = 30_000.0
+    logits = target.model(input_ids=torch.arange(30)[None], use_cache=False).logits[0, :, 7]
+    assert logits.isinf().any() and logits.isfinite().any()
+    assert gap_noise(target.model, list(range(30)), "cpu") < 1000
+
+
 # ---- verdicts
 
 

@@ -5,8 +5,9 @@ All heads and drafters on the target `llama`: `tests/test_every_head.py` and `te
 
 import pytest
 
+from draft_heads.heads.chimera import ChimeraHead
 from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS
-from draft_heads.scripts.checks.lossless_matrix import BUDGETS, FREE, KINDS, NEW_TOKENS, USUAL, check
+from draft_heads.scripts.checks.lossless_matrix import BUDGETS, FREE, KINDS, NEW_TOKENS, USUAL, _Cell, check
 
 QUICK = ("ctc", "free")
 CELLS = [
@@ -39,3 +40,11 @@ def test_decoding_is_lossless(name, dtype, kinds):
 
 def test_every_training_free_drafter_is_in_the_matrix_but_the_one_that_needs_a_datastore():
     assert DRAFTERS.keys() - HEAD_DRAFTERS.keys() - FREE.keys() == {"vanilla", "rest"}
+
+
+def test_a_head_that_copies_the_first_layer_is_left_out_only_where_that_layer_is_not_a_llamas(monkeypatch):
+    random_llama, other = (_Cell(name, "float64", 1, 0) for name in ("llama", "qwen3"))
+    assert not random_llama.refuses("chimera_layer") and other.refuses("chimera_layer")
+    monkeypatch.setattr(ChimeraHead, "start_from", lambda *_: (_ for _ in ()).throw(ValueError("broken")))
+    with pytest.raises(ValueError, match="broken"):
+        random_llama.refuses("chimera_layer")

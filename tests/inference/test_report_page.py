@@ -226,6 +226,33 @@ def test_betas_interval_is_that_of_ratios_of_sums_over_questions():
     assert beta_interval([], 0) is None
 
 
+SHOWN = {
+    **{"tokens": 6, "shown_tokens": 6, "steps": 3, "lengths": [1, 3, 2], "text": "a<b>🙂\n"},
+    **{"sources": {"ctc": 2, "ngram": 1, "base token": 3}, "nodes": [[0, 0], [4, 2], [2, 1]]},
+}
+FOUND = {
+    **{"failures": [], "broken": [], "width": 390, "inner": 390, "overflowing": [], "tip": "2.50×"},
+    **{"background": "rgb(255, 255, 255)", "samples": [SHOWN]},
+}
+
+
+def test_what_a_page_shows_is_compared_with_the_json(report):
+    assert faults(FOUND, report, "light") == []
+    wrong = {
+        "tokens": 5,
+        "steps": 4,
+        "lengths": [1, 3, 3],
+        "text": "a",
+        "sources": {},
+        "nodes": [[0, 0], [4, 1], [2, 1]],
+    }
+    for key, value in wrong.items():
+        (fault,) = faults({**FOUND, "samples": [{**SHOWN, key: value}]}, report, "light")
+        assert f"bench, fast: {key} is {SHOWN[key]!r} in report.json and {value!r} shown" == fault
+    (fault,) = faults({**FOUND, "samples": []}, report_of(samples=()), "light")
+    assert "has no answer with trees" in fault
+
+
 @pytest.fixture(scope="module")
 def browser():
     found = chromium()
@@ -241,7 +268,9 @@ def test_in_a_browser_nothing_overflows_or_fails_and_the_counts_agree(tmp_path, 
     source = (tmp_path / "report.html").read_text(encoding="utf-8")
     found = browse(browser, tmp_path, source, 360, "dark", tmp_path / "shot.png")
     assert faults(found, report, "dark") == []
-    assert found["samples"][0]["nodes"] == [0, 4, 2] and (tmp_path / "shot.png").read_bytes()[1:4] == b"PNG"
+    assert (
+        found["samples"][0]["nodes"] == [[0, 0], [4, 2], [2, 1]] and (tmp_path / "shot.png").read_bytes()[1:4] == b"PNG"
+    )
 
 
 def test_a_first_step_that_kept_drafts_is_no_mere_prefill(tmp_path, browser):

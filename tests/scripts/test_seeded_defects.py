@@ -77,5 +77,9 @@ def test_a_test_that_fails_without_the_defect_too_catches_nothing(tmp_path, monk
         assert kills(planted)
         with pytest.raises(RuntimeError, match="a sum: the test that caught it fails without it too; mend the test"):
             kills(replace(planted, tests="tests/test_sums.py -k test_wrong"))
+        with pytest.raises(
+            RuntimeError, match="a sum: `wrong` is a mistake that runs, and this is a NameError: name 'two'"
+        ):
+            kills(replace(planted, wrong="two"))
     finally:
         definitions.cache_clear()

@@ -40,6 +40,8 @@ def test_contributing_has_the_lower_bounds_as_the_oldest_versions_that_were_trie
             f"pyproject.toml begins {name} at {oldest[name]}, tried {found[1]}"
         )
         assert found[2] in ranges[name].specifier
+    (results,) = re.findall(r"^\| result \| (.+?) \| (.+?) \|$", contributing, re.MULTILINE)
+    assert all(re.fullmatch(r"good: \d+ passed.*; quickstart passed", result) for result in results), results
 
 
 def test_a_failing_step_is_said_with_its_log(tmp_path, capsys):
