@@ -108,7 +108,9 @@ def test_a_head_that_drafts_for_a_draft_model_is_judged_by_the_trees_that_this_m
         return step
 
     monkeypatch.setattr(draft_loop, "verify_step", verify)
-    DecodingEngine(target, drafter).generate([5, 6, 7] * 3, GenerationSettings(40, ()))
+    engine = DecodingEngine(target, drafter)
+    for prompt in ([5, 6, 7] * 3, [9, 8] * 4):  # the counts are those of both texts
+        engine.generate(prompt, GenerationSettings(40, ()))
     beyond = [tokens for place, tokens in verified if place >= 12]
     counted = drafter.loop._long_texts
     assert (counted.steps, counted.tokens) == (len(beyond), sum(beyond)) and 3 < len(beyond) < len(verified)
