@@ -1,4 +1,4 @@
-"""Top-1 … top-5 accuracy of drafts, counted the same way for every head (N windows, V vocabulary)."""
+"""Top-1 … top-5 accuracy of drafts of the labels in a head's windows (N windows, V vocabulary)."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ class DraftHead(nn.Module):
     ) -> Windows:
         """The anchors this step trains on, with their labels; every one in evaluation mode."""
         text, config = (input_ids, greedy_ids, mask, segment_ids), self.config
-        rule = config.offsets, config.end_token_ids, config.cut_at_disagreement
+        rule = config.offsets, config.end_token_ids, config.cut_at_disagreement, config.reads_base_token
         every = label_windows(*text, *rule, self.tokens_after())
         return choose_windows(every, input_ids, segment_ids, config.anchors if self.training else 0, seed)
 

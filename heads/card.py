@@ -31,14 +31,14 @@ USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, 
         print(text, end="")"""
 
 
-def target_licence(target: str) -> dict[str, Any]:
+def target_licence(target: str) -> dict[str, Any] | None:
     """What the target's own card says of its licence (one name or several, and name and link of one that is `other`);
-    {} if it says nothing or cannot be read."""
+    {} if it says nothing, None if there is none to read here."""
     try:
         card = Path(target) / "README.md" if Path(target).is_dir() else Path(hf_hub_download(target, "README.md"))
         metadata = metadata_load(card) or {}
     except Exception:  # a card is no reason to lose a trained head
-        return {}
+        return None
     return {key: metadata[key] for key in ("license", "license_name", "license_link") if metadata.get(key)}
 
 
@@ -86,8 +86,8 @@ def _word(word: str) -> str:
 def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) -> str:
     """README.md of a head: what it is for, how it was trained, what was measured at the end, under which licence."""
     base_model = provenance.get("base_model", config.target if is_hub_id(config.target) else "")
-    licence = provenance.get("target_licence") or {}
-    licence = {"license": licence} if isinstance(licence, str) else dict(licence)  # a name alone in older heads
+    known = provenance.get("target_licence")
+    licence = {"license": known} if isinstance(known, str) else dict(known or {})  # a name alone in older heads
     if (link := licence.get("license_link")) and "://" not in link:  # a file beside the target's card
         licence["license_link"] = f"https://huggingface.co/{base_model}/blob/main/{link}" if base_model else None
     target = without_folders(config.target)
@@ -99,7 +99,9 @@ def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) 
     )
     names = licence.get("license_name") or licence.get("license") or ()
     names = " or ".join(map(str, names if isinstance(names, list | tuple) else [names]))
-    under = f"under the licence {names}" if names else "under a licence that its card does not name; look it up"
+    unread = "the licence of its card, which was not read here"
+    unnamed = unread if known is None else "a licence that its card does not name"
+    under = f"under the licence {names}" if names else f"under {unnamed}; look it up"
     return f"""---
 {metadata.to_yaml()}
 ---

@@ -47,6 +47,8 @@ class HeadConfig(ABC):
     budget    what it may cost
     cut_at_disagreement  whether a window of labels ends where text and labels differ: not for heads that read the
               tokens before each label in the text, so that a label after a disagreement is valid
+    reads_base_token  whether drafts depend on the base token; where not, a cut window begins only where the text's
+              base token is the target's own, after which the labels come
     """
 
     kind: ClassVar[str] = ""
@@ -54,6 +56,7 @@ class HeadConfig(ABC):
     variants: ClassVar[dict[str, dict[str, Any]]] = {}
     budget: ClassVar[Budget]
     cut_at_disagreement: ClassVar[bool] = True
+    reads_base_token: ClassVar[bool] = True
     hidden_size: int = 0
     vocab_size: int = 0
     num_attention_heads: int = 0

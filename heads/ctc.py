@@ -118,6 +118,10 @@ class CTCConfig(HeadConfig):
         return self.labels_cut == "agree"
 
     @property
+    def reads_base_token(self) -> bool:  # type: ignore[override]
+        return self.context != "hidden"
+
+    @property
     def chained(self) -> bool:
         """Frames come one after another."""
         return self.frames_from == "chain"

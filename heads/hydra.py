@@ -40,6 +40,7 @@ class HydraConfig(MedusaConfig):
     }
     budget: ClassVar[Budget] = Budget(training=3.7, whole_vocabulary=7.5)
     cut_at_disagreement: ClassVar[bool] = False
+    reads_base_token: ClassVar[bool] = True
 
     prefix_attention: bool = option(False, "read the context through a decoder block of its own (Hydra++)")
     labels_from: str = option(

@@ -43,6 +43,7 @@ class MedusaConfig(OffsetConfig):
     title: ClassVar[str] = "Medusa heads"
     variants: ClassVar[dict[str, dict[str, Any]]] = {"deep": {"layers": 2}}
     budget: ClassVar[Budget] = Budget(training=1.4, whole_vocabulary=4.6)
+    reads_base_token: ClassVar[bool] = False
 
     layers: int = option(1, "residual layers of a head", least=0)
     decay: float = option(0.8, "the loss of head k is weighted decay^k", rule=DECAY)

@@ -12,7 +12,8 @@ where `y[i] = argmax LM(h[i-1])`. Worked example (0-based, everything the assist
     anchor 0: base a, labels b c q      q is the label at 4; the text has d there, so nothing may follow q
     anchor 1: base b, labels c q        cut after q (`agree`): y[5] = E follows d, not q
     anchor 2: base c, labels q          the same cut
-    anchor 3: base d, labels E          the turn ended: a closed window of one label
+    anchor 3: base d, labels E          the turn ended: a closed window of one label; none for a head that reads no
+                                        base token (`reads_base` False): after c the target says q, not d
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def label_windows(
     size: int,
     end_token_ids: list[int],
     agree: bool = True,
+    reads_base: bool = True,
     tokens_after: int = 0,
 ) -> Windows:
     """The windows of `size` labels at *every* position, A = L.
@@ -69,7 +71,8 @@ def label_windows(
     tokens_after: how many tokens of the same conversation must follow the anchor (chained frames read that text).
 
     A window stops before the first position that is not the assistant's, belongs to another conversation or has no
-    greedy label; after an end-of-turn label; and, with `agree`, after the first label the text does not share.
+    greedy label; after an end-of-turn label; and, with `agree`, after the first label the text does not share, and
+    before the first one where the text does not share the base token either, which a head reads unless `reads_base`.
     """
     batch, length = input_ids.shape
 
@@ -85,6 +88,8 @@ def label_windows(
     closed = torch.zeros_like(mask)
     alive = (segment_ids > 0) & ahead(mask, 1, False) & (ahead(segment_ids, 1, 0) == segment_ids)
     alive = alive & (ahead(segment_ids, tokens_after, 0) == segment_ids)
+    if agree and not reads_base:
+        alive = alive & (ahead(input_ids, 1, 0) == ahead(greedy_ids, 1, IGNORED))
     for offset in range(size):
         label = ahead(greedy_ids, offset + 2, IGNORED)
         alive = alive & ~closed & ahead(mask, offset + 2, False) & (label != IGNORED)

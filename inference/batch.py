@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from draft_heads.data.labels.loops import IncrementalStop
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter, check_vocabulary
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
 from draft_heads.inference.processors import TextProcessors, processors_of
@@ -188,7 +189,9 @@ class BatchRun:
             for slot in range(len(self.slots)):
                 while self.slots[slot] is None and waiting:
                     index = waiting.pop()
-                    own = replace(self.settings, stop=deepcopy(self.settings.stop))  # a stop rule may be stateful
+                    own = self.settings
+                    if isinstance(own.stop, IncrementalStop):
+                        own = replace(own, stop=deepcopy(own.stop))
                     answer = self._begin(slot, index, prompts[index], Stopper(own, self.target, limits[index]))
                     if self.slots[slot] is None:
                         yield Ended(index, answer)

@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 from draft_heads.configs.options import check_number, check_whole
 from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.text.row_keys import prompt_messages
+from draft_heads.data.text.token_spans import MOST_OF_SOME, scaffold_end
 from draft_heads.inference.sampling import Sampling, check_seed
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import TypicalAcceptance
@@ -34,7 +35,9 @@ class GenerationSettings:
     stop_strings    texts that end an answer once the decoded answer contains one
     stop            function of the new tokens so far, asked after each: the length at which to cut them, or None. A
                     larger length than theirs ends the answer later, whatever is returned until then but a smaller one;
-                    a smaller length than theirs takes back what `stream` has given
+                    a smaller length than theirs takes back what `stream` has given. A batch asks it about several texts
+                    in turn: its result must depend on the tokens alone. Only an IncrementalStop, which keeps the text
+                    that it has seen, is copied for each of them
     temperature     above 0: lossless sampling; 0: greedy
     top_k, top_p    sample among the most probable tokens only: so many (0: all), or of this total probability (1: all)
     seed            of sampling, from 0 to 2^63 − 1
@@ -303,7 +306,8 @@ class TextPieces:
         if self._channels is not None:
             self._channels.append(token)
             if self._channels[0] == self._scaffold[0]:
-                if self._channels[-len(self._scaffold) :] == self._scaffold:
+                window = self._channels[-len(self._scaffold) - MOST_OF_SOME :]
+                if token == self._scaffold[-1] and scaffold_end(window, self._scaffold):
                     self._channels = None
                 return ""
             self._channels = None

@@ -6,6 +6,9 @@
 Offset 0 is the token after the base token. At each offset the true tokens before it are known: Chimera and Hydra read
 them, CTC ranks the tokens that continue them by its prefix scores, Medusa ignores them. More --rows than the --held_out
 of training are refused; a line says if a head was trained on other data. Writes accuracy.json and accuracy.md.
+
+Windows of heads that do not read the tokens before a label (Medusa, CTC) end where text and labels differ, so of data
+with --labels argmax theirs are fewer and easier than other heads': the rows `labels` say how many each was counted on.
 """
 
 from __future__ import annotations
@@ -55,13 +58,14 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
 
 
 def table(results: dict[str, list[Any]]) -> str:
-    """Markdown: a row per head and rank, a column per offset."""
+    """Markdown: a row per head and rank, and one of how many labels were counted, a column per offset."""
     offsets = range(max(len(found) for found in results.values()))
     rows = []
     for name, found in results.items():
         tops = [found[k]["top"] if k < len(found) else None for k in offsets]
         for rank in range(TOP):
             rows.append([name, f"top-{rank + 1}", *(f"{top[rank]:.3f}" if top else "–" for top in tops)])
+        rows.append([name, "labels", *(f"{found[k]['counted']:,}" if k < len(found) else "–" for k in offsets)])
     return markdown_table(["head", "rank", *(f"offset {k}" for k in offsets)], rows, len(offsets) + 2) + "\n"
 
 

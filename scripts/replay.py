@@ -89,6 +89,7 @@ def run(options: argparse.Namespace) -> None:
     if options.questions:
         tell_of_the_date(tokenizer, "answers that were recorded on another day are replayed after prompts of today")
     tell_of_another_tokenizer(answers.values(), tokenizer)
+    tell_of_lossy_answers(answers.values())
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem
@@ -118,6 +119,12 @@ def tell_of_another_tokenizer(answers: Iterable[Answer], tokenizer: PreTrainedTo
     """Log a line where the answers' token ids are of another tokenizer, so that their texts are replayed."""
     if (known := {answer.tokenizer for answer in answers} - {None}) and known != {tokenizer_hash(tokenizer)}:
         logger.warning("the answers were written with another tokenizer: their texts are tokenised with this one")
+
+
+def tell_of_lossy_answers(answers: Iterable[Answer]) -> None:
+    """Log a line where our own files say that an answer is not the target's own (`report_text`)."""
+    if lossy := sorted({answer.model for answer in answers if answer.model and "LOSSY" in answer.model}):
+        logger.warning("the answers of %s are not the target's own, and are replayed as if they were", ", ".join(lossy))
 
 
 def tell_of_other_prompts(answers: Iterable[Answer], turns: Sequence[TurnRecord]) -> None:

@@ -1,7 +1,7 @@
 """The checkpoints of a run: when one is complete, what damages it, which are deleted, where a run resumes.
 
 A checkpoint is complete once `complete.json` is in it. That marker also holds what transformers does not save: the
-minutes used, the sum of all losses and where the warm-up ended.
+minutes used, the sum of all losses, where the warm-up ended and which programs trained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MarkComplete(TrainerCallback):
     limit: as --save_total_limit has it
     """
 
-    def __init__(self, progress: Callable[[], dict[str, float]], limit: int | None = None) -> None:
+    def __init__(self, progress: Callable[[], dict[str, Any]], limit: int | None = None) -> None:
         self.progress, self.limit = progress, limit
         self.step: int | None = None  # of the newest checkpoint that this run saved
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafti
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.evaluation.replay import replay
 from draft_heads.inference.target.target import Target
+from draft_heads.train.checkpoints import how_to_resume
+from draft_heads.train.log import row_names
 
 Trainer = Any  # a `trainer.DraftHeadTrainer`, whose module imports this one
 
@@ -39,19 +43,29 @@ def shared_batches(trainer: Trainer, dataset: Any, size: int) -> Iterator[tuple[
 def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, float]:
     """Loss per window, windows, accuracy at every offset, and the share of labels that cannot be drafted: they are
     outside the draft vocabulary or, for CTC, come after such a label in their window. What no label counts in is
-    left out: no loss, or no accuracy at an offset."""
+    left out: no loss, or no accuracy at an offset. ValueError on every process if the loss is no finite number."""
     offsets = head.config.offsets
     total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
     hits = torch.zeros(offsets, TOP + 2, dtype=torch.float64, device=trainer.args.device)  # …, counted, scored
+    losses = []
     for batch, counts in shared_batches(trainer, dataset, trainer.args.per_device_eval_batch_size):
         with trainer.compute_loss_context_manager():
             loss = trainer.head_loss(head, batch)
         if not counts:
             continue
         total += torch.stack([loss.total.double(), loss.windows.double()])
+        losses.append((loss.total, batch["input_ids"], batch["segment_ids"]))
         if loss.correct is not None and loss.counted is not None and loss.scored is not None:
             hits += torch.column_stack([loss.correct, loss.counted, loss.scored]).double()
     summed, windows = trainer.accelerator.reduce(total).tolist()
+    if not math.isfinite(summed):
+        bad = next(((ids, segments) for loss, ids, segments in losses if not loss.isfinite()), None)
+        rows = "those of another process" if bad is None else ", ".join(row_names(dataset, *bad, trainer.longest))
+        raise ValueError(
+            f"the held-out loss must be a finite number; after step {trainer.state.global_step} it is {summed}, "
+            f"first in a batch of the rows {rows}; {how_to_resume(Path(trainer.args.output_dir or ''))}; "
+            "lower --learning_rate, take another --target_dtype, or distil without those rows"
+        )
     every = trainer.accelerator.reduce(hits).tolist()
     labels, scored = (sum(row[column] for row in every) for column in (TOP, TOP + 1))
     metrics = {"windows": windows}

@@ -31,7 +31,7 @@ from draft_heads.heads.config import HeadConfig, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.target.sizes import bytes_in_memory
 from draft_heads.inference.target.target import Target
-from draft_heads.train.checkpoints import how_to_resume
+from draft_heads.train.checkpoints import how_to_resume, read_marker, step_of
 from draft_heads.train.length import INTERVALS, RunLength, too_few_in
 from draft_heads.train.log import check_losses
 from draft_heads.train.loss_plot import save_loss_plot
@@ -48,6 +48,7 @@ from draft_heads.train.training_data import end_tokens, load_data
 def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadTrainingArguments) -> None:
     """Train a head of this kind and export it to RUN/head; ValueError or OSError before anything is written."""
     head_type, config_type = head_classes(kind)
+    program = this_program()  # before the code is edited or updated under a run
     use_threads(run.threads)
     set_seed(args.seed)
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")
@@ -81,6 +82,8 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             simulate_dataset=held_out.select(range(min(run.simulate_rows, len(held_out)))),
             simulate_nodes=run.simulate_nodes,
         )
+    if (rows := len(held_out)) < run.simulate_rows:
+        print_once(args, f"simulated β is measured on all {rows} held-out rows, fewer than --simulate_rows has")
     length = run_length(trainer)
     fitted = length.fit_intervals(args)
     check_schedule(args, length.steps)
@@ -93,6 +96,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         return how_to_resume(folder)
 
     with lock or nullcontext(), on_interrupt(outlook), explain_errors(outlook, folder):
+        trainer.programs = programs_of(program, resume)
         fit(trainer, length, resume)
         if trainer.sigterm.stopped:
             print_once(args, f"stopped by SIGTERM after step {trainer.state.global_step}; {outlook()}")
@@ -175,6 +179,8 @@ def fit(trainer: DraftHeadTrainer, length: RunLength, resume: Path | None) -> No
     if resume is not None:
         trainer.resume(resume)
         print_once(trainer.args, f"resuming {resume} ({trainer.clock.elapsed:.1f} minutes in)")
+        if trainer.programs[-1]["from_step"] == step_of(resume):
+            print_once(trainer.args, change_of_program(trainer.programs))
     with trainer.sigterm.installed():
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
@@ -273,16 +279,21 @@ def export_head(
 def provenance(
     trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: list[DistilledDataset]
 ) -> dict[str, Any]:
-    """What `provenance.json` holds: command, versions, options, data, steps, minutes and metrics."""
+    """What `provenance.json` holds: command, versions, options, data, steps, minutes and metrics.
+
+    The versions are those of the last program that trained the head; where others did before, `programs` lists all.
+    """
     known = {key: float(value) for key, value in trainer.final_metrics.items()}
     metrics = {key: round(value, 5) for key, value in known.items() if math.isfinite(value)}
+    programs = [one for one in trainer.programs if one["from_step"] < trainer.steps] or trainer.programs[-1:]
+    last = dict(programs[-1])
+    several = {"programs": programs} if last.pop("from_step") else {}
     return {
         "command": shlex.join(_command()),
-        "git_commit": _git_commit(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
+        **last,
+        **several,
         "options": run_settings(run, settings, trainer.args)
-        | {"simulate_rows": run.simulate_rows, "simulate_nodes": run.simulate_nodes},
+        | {"simulate_rows": len(trainer.simulate_dataset), "simulate_nodes": run.simulate_nodes},
         "data": [
             {
                 "name": _data_name(part.manifest["data"]["source"]),
@@ -326,6 +337,32 @@ def _command() -> list[str]:
 def _data_name(source: str) -> str:
     """A hub id, or the last part of a path: what a file is called, not where this machine has it."""
     return source if is_hub_id(source) else Path(source).name
+
+
+def this_program() -> dict[str, Any]:
+    """The commit and the versions of this program as they are now."""
+    return {
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
+    }
+
+
+def programs_of(program: dict[str, Any], resume: Path | None) -> list[dict[str, Any]]:
+    """The programs that train a head, each with the step from which it does: those that the marker of the checkpoint
+    `resume` names (of older versions none), then this one where it is another."""
+    before = read_marker(resume).get("programs", []) if resume else []
+    if before and before[-1] == {"from_step": before[-1]["from_step"], **program}:
+        return before
+    return [*before, {"from_step": step_of(resume) if resume else 0, **program}]
+
+
+def change_of_program(programs: list[dict[str, Any]]) -> str:
+    """A line: what the last of the programs has other than the one before."""
+    before, now = ({**one, **one.get("packages", {})} for one in ([{}, *programs])[-2:])
+    named = [name for name in now if name not in ("from_step", "packages") and now[name] != before.get(name)]
+    changed = "; ".join(f"{name} was {before.get(name, 'not recorded')}, now {now[name]}" for name in named)
+    return f"steps after {now['from_step']} are this program's, which provenance.json tells apart: {changed}"
 
 
 def _git_commit() -> str:

@@ -77,6 +77,7 @@ class DraftHeadTrainer(Trainer):
         self._evaluated_until = -1  # evaluations up to this step had another simulation
         self.sigterm = StopOnSigterm()
         self.final_metrics: dict[str, float] = {}
+        self.programs: list[dict[str, Any]] = []  # that trained the head, each with the step from which it did
         self._metrics = LogMetrics()
         self._order: EpochSampler | None = None  # of the training rows
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # of this process's steps
@@ -251,8 +252,11 @@ class DraftHeadTrainer(Trainer):
     # --- 5. after a step --------------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
-        if self._patience is not None and self.control.should_evaluate and self.args.logging_strategy != "no":
-            self.control.should_log = True  # the evaluation may end training, after what is logged
+        # an evaluation may end training or choose what is saved, and a resumed run logs the losses since its checkpoint
+        decides = self._patience is not None or self.args.save_strategy == "best"
+        due = self.control.should_save or (self.control.should_evaluate and decides)
+        if due and self.args.logging_strategy != "no":
+            self.control.should_log = True
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
             check_losses(self, list(self._metrics.batches))
         save = self.control.should_save
@@ -292,11 +296,11 @@ class DraftHeadTrainer(Trainer):
         summed = self._loss_sum.to(self.args.device)  # also where no step has moved it, as after a run's last one
         return self._loss_before + float(self.accelerator.reduce(summed, "mean"))
 
-    def _progress(self) -> dict[str, float]:
-        """What `resume` reads. Call on every process."""
+    def _progress(self) -> dict[str, Any]:
+        """What a resumed run reads. Call on every process."""
         clock = self.clock
         told = {"minutes": clock.now(), "loss_sum": self._whole_loss_sum(), "warm_until": clock.warm_until}
-        return told | self._simulation
+        return told | self._simulation | {"programs": self.programs}
 
     # --- evaluation and the end -------------------------------------------------------------------------------------
 

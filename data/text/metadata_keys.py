@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 METADATA = {
@@ -22,6 +22,9 @@ METADATA = {
     *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
     *("parallel_tool_calls", "__index_level_0__"),
 }
+_LABELS = {"task", "subtask", "info", "header", "source", "sources", "subject", "topic", "topics", "domain"}
+"""Those that hold labels in most files, and in some an instruction or a passage."""
+_SENTENCE = re.compile(r"\s.*[.!?:]\W*\Z|[。！？]", re.DOTALL)
 _OF_THE_ROW = {
     *("source", "page", "site", "home", "base", "web", "repo", "github", "paper", "article", "post", "user"),
     *("author", "creator", "owner", "worker", "annotator", "conversation", "chat", "thread", "session", "dialog"),
@@ -46,11 +49,20 @@ def carries_no_meaning(key: str, value: Any) -> bool:
 
     Example: `dataset_source` says nothing as `web`, and may be a passage where it holds white space.
     """
-    return key in METADATA or (_METADATA_FORM.fullmatch(key) is not None and _is_short(value))
+    if key in METADATA:
+        return not holds_text(key, value)
+    short = _texts_fit(value, lambda text: len(text) < 200 and not re.search(r"\s", text))
+    return _METADATA_FORM.fullmatch(key) is not None and short
 
 
-def _is_short(value: Any) -> bool:
-    """Whether a value holds numbers, booleans and short texts without white space alone."""
+def holds_text(key: str, value: Any) -> bool:
+    """Whether a key of labels holds a sentence or a long text: `task` does as `Translate to French.`."""
+    label = _texts_fit(value, lambda text: not _SENTENCE.search(text) and (len(text) <= 100 or " " not in text))
+    return key in _LABELS and not label
+
+
+def _texts_fit(value: Any, fits: Callable[[str], bool]) -> bool:
+    """Whether each text in a value does, at any depth."""
     if isinstance(value, (Mapping, list)):
-        return all(map(_is_short, value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, str) or (len(value) < 200 and not re.search(r"\s", value))
+        return all(_texts_fit(one, fits) for one in (value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, str) or fits(value)

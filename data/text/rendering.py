@@ -43,6 +43,7 @@ from draft_heads.data.text.token_spans import (
     left_out,
     packed,
     part_in_block,
+    scaffold_end,
 )
 from draft_heads.data.text.turns import last_question, texts_of, trained_answers
 
@@ -90,16 +91,15 @@ def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffol
     """The tokens of an answer that later turns have: without end tokens at the end, and after the scaffold.
 
     scaffold: what the template puts before an answer (`TemplateProbe.scaffold`). An answer that begins as it does is in
-    several channels (gpt-oss); what it says follows the scaffold. Example, scaffold 7 8 and end 2: 7 5 4 7 8 6 2 → 6;
-    3 7 8 6 2 → 3 7 8 6.
+    several channels (gpt-oss); what it says follows the first scaffold. Example, scaffold 7 8 and end 2:
+    7 5 4 7 8 6 2 → 6; 3 7 8 6 2 → 3 7 8 6.
     """
     stop = len(answer)
     while stop and answer[stop - 1] in end_token_ids:
         stop -= 1
-    kept, size, before = list(answer[:stop]), len(scaffold), list(scaffold)
-    if size and kept[:1] == before[:1]:
-        found = (i + size for i in range(len(kept) - size + 1) if kept[i : i + size] == before)
-        kept = kept[next(found, 0) :]
+    kept = list(answer[:stop])
+    if scaffold and kept[:1] == [scaffold[0]]:
+        kept = kept[scaffold_end(kept, scaffold) :]
     return kept
 
 

@@ -8,12 +8,13 @@ those of a key that is absent: Arrow fills the columns that a row lacks with Non
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from draft_heads.data.text.json_files import RepeatedKey, parse_json
-from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning
+from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning, holds_text
 from draft_heads.data.text.rendering import ConversationError
 
 ROLES = {
@@ -82,6 +83,8 @@ NOT_READ |= {
 }
 """Keys that change the text or the mask in ways that nothing here can follow."""
 
+_PASSAGES = {"instruction", "instructions", "context", "passage", "passages", "persona", "text"}
+
 _ASK_NOTHING: list[tuple[str, Any]] = [
     ("prefix", False),
     ("train_on_inputs", False),
@@ -136,15 +139,15 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
         elif key in TRAINED:
             if value not in (True, 1):
                 raise ConversationError(f"a row's {key!r} is 1 or true, received {value!r}: weights are those of turns")
-        elif key in COPIES:
+        elif key in COPIES or holds_text(key, value):
             if not repeats(key, value):
                 raise ConversationError(
                     f"the key {key!r} holds text that no turn has: write it into the turns, or take the key out"
                 )
         elif (key, value) in _ASK_NOTHING:
             continue
-        elif _is_not_read(key, value) or (key == "turns" and isinstance(value, list)):
-            raise ConversationError(f"the key {_named(key, value)} changes the text or the mask, and nothing reads it")
+        elif (named := _not_read(key, value, repeats)) or (key == "turns" and isinstance(value, list)):
+            raise ConversationError(f"the key {named or repr(key)} changes the text or the mask, and nothing reads it")
         elif not (carries_no_meaning(key, value) or _is_label(key, value, row) or repeats(key, value)):
             unknown.append(f"the key {key!r} is unknown")
     systems.pop("", None)
@@ -175,6 +178,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
     if not texts and role != "assistant":
         raise ConversationError(f"a turn has no key {names[1]!r}")
     message: dict[str, Any] = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
+    repeats = partial(_repeats, texts=[message["content"]])
     for key, value in rest.items():
         if key in TRAINED:
             if value not in (True, False):  # 1, 1.0, 0 and 0.0 too
@@ -192,12 +196,12 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
         elif key == TOOL_CALLS:
             if calls := _tool_calls(value):
                 message[key] = calls
-        elif _is_not_read(key, value) or key in SYSTEM or key in ARGUMENTS:
-            named = _named(key, value)
-            raise ConversationError(f"the key {named} of a turn changes the text or the mask, and nothing reads it")
-        elif key in COPIES and not _repeats(key, value, [message["content"]]):
+        elif (named := _not_read(key, value, repeats)) or key in SYSTEM or key in ARGUMENTS:
+            what = f"{named or repr(key)} of a turn"
+            raise ConversationError(f"the key {what} changes the text or the mask, and nothing reads it")
+        elif (key in COPIES or holds_text(key, value)) and not repeats(key, value):
             raise ConversationError(f"the key {key!r} holds text that the turn has not: write it into the turn")
-        elif not (carries_no_meaning(key, value) or _repeats(key, value, [message["content"]])):
+        elif not (carries_no_meaning(key, value) or repeats(key, value)):
             unknown.append(f"the key {key!r} is unknown")
     return message, unknown
 
@@ -233,33 +237,32 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
-def _is_not_read(key: str, value: Any) -> bool:
-    """Whether a key changes the text or the mask, and nothing reads it."""
-    refused = key == "label" and value == 0  # false too
-    return key in NOT_READ or _MEDIA_FORM.fullmatch(key) is not None or refused or _inner_text(key, value) is not None
+def _not_read(key: str, value: Any, repeats: Callable[[str, Any], bool]) -> str | None:
+    """The name of a key that changes the text or the mask and that nothing reads, itself or among metadata, or None."""
+    if key in NOT_READ or _MEDIA_FORM.fullmatch(key) or (key == "label" and value == 0):  # false too
+        return repr(key)
+    inner = _inner_text(key, value, repeats)
+    return None if inner is None else f"{inner!r} in {key!r}"
 
 
-def _inner_text(key: str, value: Any) -> str | None:
-    """The key among metadata, at any depth, that a row or a turn is read for, if one is there with a text or a list.
+def _inner_text(key: str, value: Any, repeats: Callable[[str, Any], bool]) -> str | None:
+    """The key among metadata, at any depth, that a row or a turn is read for, or that holds an instruction or a passage
+    which does not repeat the turns, if one is there with a text or a list.
 
     Metadata may be written as JSON, as in columns of texts: `{"tools": [{"name": "add"}]}` has the key `tools`.
     """
-    read = {*SYSTEM, *THOUGHTS, *LISTS, TOOL_CALLS}
+    read = {*SYSTEM, *THOUGHTS, *LISTS, TOOL_CALLS, *_PASSAGES}
     inside = [value] if key in METADATA else []
     for value in inside:
         if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
             with suppress(ValueError, RecursionError):  # a text of another kind
                 value = parse_json(value)
         pairs = value.items() if isinstance(value, Mapping) else ()
-        if found := [one for one, text in pairs if one in read and text and isinstance(text, str | list)]:
-            return found[0]
+        found = [(one, text) for one, text in pairs if one in read and text and isinstance(text, str | list)]
+        if found := [(one, text) for one, text in found if one not in _PASSAGES or not repeats(one, text)]:
+            return found[0][0]
         inside.extend(value if isinstance(value, list) else (text for _, text in pairs))
     return None
-
-
-def _named(key: str, value: Any) -> str:
-    """A key, or that in it which `_inner_text` finds."""
-    return repr(key) if (inner := _inner_text(key, value)) is None else f"{inner!r} in {key!r}"
 
 
 def _is_label(key: str, value: Any, row: Mapping[str, Any]) -> bool:
@@ -365,8 +368,14 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise ConversationError(f"each of {TOOL_CALLS!r} has the name of a function, received {call!r:.60}")
         inner = without_none(inner)
+        for other in ("parameters", "input"):  # Llama 3's form, Anthropic's
+            if other in inner and "arguments" not in inner:
+                inner["arguments"] = inner.pop(other)
         if isinstance(inner.get("arguments"), str):
             inner["arguments"] = _parse_json("arguments", inner["arguments"] or "{}")
+        known = {"function", "name", "arguments", "id", "type", "index"}
+        if wrong := [key for key in (*inner, *(call if name else ())) if key not in known]:
+            raise ConversationError(f"the key {wrong[0]!r} of one of {TOOL_CALLS!r} is unknown")
         found.append({**call, name: inner} if name else inner)
     return found
 

@@ -25,6 +25,8 @@ QUESTION = {"role": "user", "content": "SAMPLEQUESTION"}
 ANSWER = {"role": "assistant", "content": "SAMPLEANSWER"}
 FOLLOW_UP = {"role": "user", "content": "SAMPLEFOLLOWUP"}
 THOUGHT = {"content": "SAMPLETHOUGHT"}
+SOME = -1
+"""In a scaffold: any few tokens."""
 
 
 def as_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +112,8 @@ class TemplateProbe:
     def scaffold(self) -> tuple[int, ...]:
         """The tokens that the template puts between the generation prompt and an answer, if any of them is special.
 
-        Example: `<|channel|> final <|message|>` (gpt-oss).
+        Where they are a header, a word between two special tokens, `SOME` further tokens may stand in it. Example:
+        `<|channel|> final SOME <|message|>` (gpt-oss, which writes `final json` of an answer in JSON).
         """
         try:
             asked, answered = self._render([QUESTION], True), self._render([QUESTION, ANSWER], False)
@@ -120,7 +123,10 @@ class TemplateProbe:
         if not answered.startswith(asked):
             return ()
         ids, offsets = self._encode(answered)
-        added = [token for token, (start, end) in zip(ids, offsets) if len(asked) <= start and end <= stop]
+        spans = [(token, *span) for token, span in zip(ids, offsets) if len(asked) <= span[0] and span[1] <= stop]
+        added = [token for token, *_ in spans]
+        if spans and self._special.issuperset((added[0], added[-1])) and answered[spans[0][2] : spans[-1][1]].strip():
+            added.insert(-1, SOME)
         return tuple(added) if self._special & set(added) else ()
 
     @cached_property

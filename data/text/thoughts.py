@@ -24,6 +24,7 @@ IN_PROMPTS = {"Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]"}  # Aprie
 
 _AFTER = (*MARKS, "<|END_RESPONSE|>", "[END FINAL RESPONSE]")  # what follows an answer: a thought, or a mark of its end
 _NOT_SHOWN, _ENDS = ("|".join(map(re.escape, marks)) for marks in (_AFTER, [*MARKS.values(), *IN_PROMPTS.values()]))
+_ENDS = _ENDS.replace(r"final<\|message\|>", r"final(?: \w+|[ ]?<\|constrain\|>\w+)?<\|message\|>")  # `final json`
 
 
 def opens_thought(prompt: str) -> bool:

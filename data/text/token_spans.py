@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from draft_heads.data.text.chat_text import ConversationError
+from draft_heads.data.text.template_probe import SOME
+
+MOST_OF_SOME = 8
+"""Tokens that `SOME` in a scaffold stands for."""
 
 
 class Turn(NamedTuple):
@@ -14,6 +18,25 @@ class Turn(NamedTuple):
     start: int  # where the target would start to write
     aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
     content: int  # end of the content
+
+
+def scaffold_end(tokens: Sequence[int], scaffold: Sequence[int]) -> int:
+    """The position after the first scaffold (`TemplateProbe.scaffold`) among tokens; 0 without one.
+
+    Worked example, scaffold 7 8 SOME 9: 4 of 7 8 6 9 5, 3 of 7 8 9 5, 0 of 7 8 6 7 9 5.
+    """
+    begin, found = list(scaffold), list(tokens)
+    at = begin.index(SOME) if SOME in begin else len(begin)
+    begin, end = begin[:at], begin[at + 1 :]
+    for first in range(len(found)):
+        if found[first : first + at] != begin:
+            continue
+        for place in range(first + at, first + at + MOST_OF_SOME + 1):
+            if found[place : place + len(end)] == end:
+                return place + len(end)
+            if found[place : place + 1] == begin[:1]:
+                break
+    return 0
 
 
 def part_in_block(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from prometheus_client import Counter
 
 from draft_heads.inference.engine import DecodingEngine
@@ -99,6 +100,23 @@ class AnswerText:
         return text
 
 
+def takes_work(device: torch.device | str) -> bool:
+    """Whether a device still computes: torch raises a lasting CUDA error at every later call."""
+    try:
+        return torch.ones(1, device=device).add(1).item() == 2
+    except RuntimeError:
+        return False
+
+
+def lost_device(error: Exception, device: torch.device | str) -> str:
+    """Why no later answer can be decoded either; "" where one may, as after a lack of memory."""
+    told = str(error).partition("\n")[0]
+    of_device = isinstance(error, torch.AcceleratorError) or told.startswith("CUDA error")
+    if not of_device or takes_work(device):
+        return ""
+    return f"the server's device must take work; it fails with {told!r}; restart the server"
+
+
 class Worker:
     """The thread that owns an engine, and the queue in front of it."""
 
@@ -107,7 +125,7 @@ class Worker:
         self.metrics, self._max_waiting = metrics, max_waiting
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
-        self._changed, self._closed = threading.Condition(), False
+        self._changed, self._closed = threading.Condition(), ""  # why it takes no more work
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -117,10 +135,10 @@ class Worker:
         return self._thread.is_alive() and not self._closed
 
     def submit(self, jobs: list[Job]) -> None:
-        """Queue all of a request's jobs or none; APIError if too many wait or the server is shutting down."""
+        """Queue all of a request's jobs or none; APIError if too many wait or it takes no more work."""
         with self._changed:
             if not self.alive:
-                raise APIError(503, SHUTTING_DOWN)
+                raise APIError(503, self._closed or SHUTTING_DOWN)
             busy = len(self._waiting) + (self._running is not None)
             if busy and len(self._waiting) + len(jobs) > self._max_waiting:
                 waiting = f"{len(self._waiting)} answers wait already; at most {self._max_waiting} may"
@@ -145,15 +163,15 @@ class Worker:
                     job.cancelled_as.inc()
             self._count()
 
-    def stop(self) -> None:
-        """Take no more work; the running answer and the waiting ones end with an APIError."""
+    def stop(self, reason: str = SHUTTING_DOWN) -> None:
+        """Take no more work; the running answer, the waiting ones and later requests end with an APIError."""
         with self._changed:
-            self._closed = True
+            self._closed = reason
             for job in [*self._waiting, *([self._running] if self._running else [])]:
                 if not job.cancelled.is_set():
                     self.metrics.failed.inc()
                 job.cancelled.set()
-                job.deliver(APIError(503, SHUTTING_DOWN))
+                job.deliver(APIError(503, reason))
             self._waiting.clear()
             self._changed.notify()
 
@@ -181,6 +199,10 @@ class Worker:
             except Exception as error:
                 logger.exception("a request failed")
                 self.metrics.failed.inc()
+                if reason := lost_device(error, self.engine.target.device):
+                    logger.error(reason)
+                    self._running = None  # counted above, told below
+                    self.stop(reason)
                 job.deliver(APIError(500, f"decoding failed: {error}"))
 
     def _answer(self, job: Job) -> None:

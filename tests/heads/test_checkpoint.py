@@ -142,12 +142,27 @@ def test_the_card_has_no_path_of_the_machine(tmp_path):
 
 
 def test_the_licence_is_the_one_of_the_targets_card(tmp_path):
-    assert target_licence(str(tmp_path)) == target_licence("no/such-target") == {}
+    assert target_licence(str(tmp_path)) is None and target_licence("no/such-target") is None
     assert target_licence("data/tiny_target") == {"license": "apache-2.0"}
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# A model\n")
     assert target_licence(str(tmp_path)) == {"license": "mit"}
     (tmp_path / "README.md").write_text("# A model\n")
     assert target_licence(str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"target_licence": {}}, "under a licence that its card does not name; look it up."),
+        ({"target_licence": None}, "under the licence of its card, which was not read here; look it up."),
+        ({}, "under the licence of its card, which was not read here; look it up."),
+    ],
+)
+def test_a_targets_card_that_was_not_read_is_not_said_to_name_no_licence(given, told, tmp_path):
+    """As on a machine without network, where the target's weights alone are in the cache."""
+    make_head(target="hub/target").save_pretrained(tmp_path, given)
+    card = (tmp_path / "README.md").read_text()
+    assert f"The target is {told}" in " ".join(card.split()) and "license" not in metadata_load(tmp_path / "README.md")
 
 
 OTHER = "license: other\nlicense_name: small\n"

@@ -2,6 +2,8 @@
 
 import torch
 
+from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.ctc import CTCConfig
 from draft_heads.heads.windows import IGNORED, choose_windows, label_windows, position_in_segment, rank_in_segment
 
 P, A, B, C, D, Q, E = 9, 1, 2, 3, 4, 5, 0  # E ends a turn
@@ -14,8 +16,8 @@ def row(text, greedy, mask=None, segments=None):
     return text, greedy, mask, segments
 
 
-def windows_of(arguments, size=3, agree=True):
-    found = label_windows(*arguments, size, [E], agree)
+def windows_of(arguments, size=3, agree=True, reads_base=True):
+    found = label_windows(*arguments, size, [E], agree, reads_base)
     return {
         index: (found.labels[0, index, : found.lengths[0, index]].tolist(), bool(found.closed[0, index]))
         for index in found.valid[0].nonzero()[:, 0].tolist()
@@ -46,6 +48,15 @@ def test_without_the_cut_labels_go_on_after_a_disagreement():
         2: ([Q, E], True),
         3: ([E], True),
     }
+
+
+def test_a_head_that_reads_no_base_token_has_no_window_behind_one_that_is_not_the_targets():
+    blind = windows_of(row(*EXAMPLE), reads_base=False)
+    assert blind == {n: window for n, window in windows_of(row(*EXAMPLE)).items() if n != 3}
+    assert windows_of(row(*EXAMPLE), agree=False, reads_base=False) == windows_of(row(*EXAMPLE), agree=False)
+    reading = {kind: head_classes(kind)[1]().reads_base_token for kind in HEADS}
+    assert [kind for kind, reads in reading.items() if not reads] == ["medusa"]
+    assert not CTCConfig(context="hidden").reads_base_token
 
 
 def test_windows_end_behind_the_end_of_turn_token_and_keep_it():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draft_heads.data.labels.loops import IncrementalStop
 from draft_heads.heads.checkpoint import HEADS
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter, SlotLoop, VanillaDrafter
@@ -192,3 +193,35 @@ def test_what_cannot_be_batched_is_refused(target, prompts):
         engine.generate([prompts[0], [1] * target.max_positions])
     with pytest.raises(ValueError, match="got 999999"):
         engine.generate([prompts[0], [1, 999_999]])
+
+
+class Session:
+    """Has a stop rule beside what cannot be copied."""
+
+    def __init__(self, target):
+        self.engine, self.asked = DecodingEngine(target, VanillaDrafter()), []
+
+    def stop(self, tokens):
+        self.asked.append(tuple(tokens))
+        return 6 if len(tokens) == 6 else None
+
+
+def test_the_stop_rule_of_a_batch_is_the_one_that_was_given(target, prompts):
+    session = Session(target)
+    expected = [Oracle(target, GenerationSettings(6, ())).answer(prompt) for prompt in prompts]
+    settings = GenerationSettings(40, (), stop=session.stop)
+    answers = BatchEngine(target, VanillaDrafter(target.device, 3)).generate(prompts, settings)
+    assert [(answer.tokens, answer.finish_reason) for answer in answers] == [(tokens, "stop") for tokens in expected]
+    assert sorted(session.asked) == sorted(tuple(tokens[:n]) for tokens in expected for n in range(1, 7))
+
+
+def test_a_rule_that_keeps_the_text_reads_each_token_of_a_batch_once(target, prompts):
+    pushed = []
+
+    class Detector:
+        def push(self, token):
+            pushed.append(token)
+
+    settings = GenerationSettings(20, (), stop=IncrementalStop(Detector))
+    answers = BatchEngine(target, VanillaDrafter(target.device, 3)).generate(prompts, settings)
+    assert sorted(pushed) == sorted(token for answer in answers for token in answer.tokens)

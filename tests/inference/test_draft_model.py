@@ -270,3 +270,12 @@ def test_a_model_of_other_tokens_is_refused(tiny, llama, tmp_path):
     other.tokenizer.add_tokens(["brandnew"])
     with pytest.raises(ValueError, match=r"has the tokenizer .* against the target's"):
         build_drafter(DrafterSpec.parse(f"draft_model={tmp_path}"), other)
+
+
+@pytest.mark.parametrize("positions,told", [(1023, True), (1024, False), (4096, False)])
+def test_a_draft_model_of_a_shorter_context_is_told_where_it_is_loaded(tiny, tmp_path, caplog, positions, told):
+    small_model(vocabulary=tiny.config.vocab_size, positions=positions).model.save_pretrained(tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    build_drafter(DrafterSpec.parse(f"cascade={tmp_path}"), tiny)
+    lines = [record.getMessage() for record in caplog.records if "positions" in record.getMessage()]
+    assert len(lines) == told and all("the target's 1024 positions" in line and "has 1023" in line for line in lines)

@@ -87,6 +87,9 @@ def test_a_thought_that_never_ends_is_not_scored(answer, right):
 def test_the_marks_of_a_response_are_none_of_the_answer():
     told = "<|START_THINKING|>A dog?<|END_THINKING|><|START_RESPONSE|>A cat.<|END_RESPONSE|>"
     assert without_thoughts(told) == without_thoughts(told[:-16]) == without_thoughts("A cat.") == "A cat."
+    for header in ("final", "final json", "final <|constrain|>json"):  # gpt-oss names the format of its answer
+        asked = f"<|channel|>analysis<|message|>A dog?<|end|><|start|>assistant<|channel|>{header}<|message|>A cat."
+        assert without_thoughts(asked) == "A cat."
 
 
 @pytest.mark.parametrize("opened", [False, True])

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -87,7 +89,10 @@ print({{p.dtype for p in target.model.parameters()}}, {{p.ds_tensor.dtype for p 
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": "0"}, capture_output=True, text=True, check=False
     )
-    assert "{torch.bfloat16} {torch.bfloat16}" in done.stdout, done.stdout + done.stderr
+    refused = "needs rotary frequencies in float32" in done.stderr and Version(version("transformers")) < Version(
+        "5.24"
+    )
+    assert refused or "{torch.bfloat16} {torch.bfloat16}" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("own", [torch.bfloat16, None])

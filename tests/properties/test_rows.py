@@ -18,7 +18,7 @@ TEXTS = st.text("ab c\n", min_size=1, max_size=8).filter(str.strip)
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 ARGUMENTS = st.sampled_from([{}, {}, {"tools": TOOLS}, {"enable_thinking": False}, {"documents": [{"text": "d"}]}])
-METADATA = st.dictionaries(st.sampled_from(["source", "model", "lang", "score", "views"]), TEXTS, max_size=2)
+METADATA = st.dictionaries(st.sampled_from(["title", "model", "lang", "score", "views"]), TEXTS, max_size=2)
 
 
 @st.composite

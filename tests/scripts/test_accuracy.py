@@ -13,10 +13,12 @@ LABELS = {"data": {"fingerprint": "f"}, "counts": {"rows": 9, "trained_tokens": 
 
 
 def test_offsets_of_the_table_count_from_0():
-    found = {"ctc": [{"counted": 2, "top": [0.5] * 5}, {"counted": 1, "top": [1.0] * 5}], "short": [{"top": None}]}
+    found = {"ctc": [{"counted": 2, "top": [0.5] * 5}, {"counted": 1, "top": [1.0] * 5}]}
+    found["short"] = [{"counted": 0, "top": None}]
     lines = accuracy.table(found).splitlines()
     assert lines[0] == "| head | rank | offset 0 | offset 1 |"
-    assert lines[2] == "| ctc | top-1 | 0.500 | 1.000 |" and lines[7] == "| short | top-1 | – | – |"
+    assert lines[2] == "| ctc | top-1 | 0.500 | 1.000 |" and lines[8] == "| short | top-1 | – | – |"
+    assert lines[7] == "| ctc | labels | 2 | 1 |" and lines[-1] == "| short | labels | 0 | – |"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_heads.data.text.chat_template import load_chat_tokenizer
+from draft_heads.inference.evaluation.answer_files import Answer
 from draft_heads.inference.evaluation.comparison import differences, read_reports
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts import build_datastore, evaluate, replay
@@ -282,6 +283,15 @@ def test_the_tokens_of_our_own_files_are_replayed_as_they_were_written(tmp_path,
     words = ["--tokenizer", TINY, "--drafters", "ngram", "--output", str(tmp_path / "none")]
     assert replay.main([*words, "--answers", cut]) == 2
     assert "token_ids_per_turn must be the new_tokens of each turn; got 1 ids" in capsys.readouterr().err
+
+
+def test_answers_that_are_not_the_targets_own_are_told(caplog):
+    """The names are those that an evaluation under typical acceptance writes into its answer files."""
+    answers = [Answer(1, (), model=name) for name in ("ngram", "ctc (LOSSY)", "a (medusa, LOSSY)", None)]
+    replay.tell_of_lossy_answers(answers[::3])
+    assert not caplog.text
+    replay.tell_of_lossy_answers(answers)
+    assert "the answers of a (medusa, LOSSY), ctc (LOSSY) are not the target's own" in caplog.text
 
 
 def test_unanswerable_ids_broken_answers_and_finished_folders_are_refused(command, tmp_path, capsys):

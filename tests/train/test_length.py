@@ -10,7 +10,8 @@ import pytest
 from transformers import TrainingArguments
 
 from draft_heads.train.length import INTERVALS, RunLength, settle_end, too_few_in
-from tests.train.runs import losses, run
+from tests.running import run_script
+from tests.train.runs import command, losses, run, without
 
 
 def test_the_command_lines_end_replaces_the_recipes():
@@ -99,16 +100,17 @@ def test_the_best_checkpoint_is_saved_when_it_is_evaluated_however_short_the_run
 
 
 def test_the_plan_has_the_steps_that_are_trained_and_the_last_is_logged(dataset, tmp_path):
-    late = ("--num_train_epochs", "2", "--max_steps", "-1", "--logging_steps", "500")
+    late = ("--num_train_epochs", "2", "--max_steps", "-1", "--logging_steps", "500", "--save_strategy", "no")
     for batches, steps in (({"batch": 16}, 6), ({"batch": None}, None)):  # 40 rows: 3 batches an epoch
         given = late if steps else (*late, "--tokens_per_batch", "1500")
-        status, told = run(dataset, tmp_path / str(steps), *given, kind="medusa", **batches)
+        words = command(dataset, tmp_path / str(steps), *given, kind="medusa", **batches)
+        status, told = run_script(*without(words, "--save_steps"))
         assert status == 0, told
         planned = int(re.search(r"parameters for (\d+) steps \(2 epochs of \d+\) on", told)[1])
         assert steps in (planned, None) and f"warning: a run of {planned} steps is too short" in told
         assert "--logging_steps 500: later than the last step" in told
         provenance = json.loads((tmp_path / str(steps) / "head" / "provenance.json").read_text())
-        assert provenance["steps"] == planned and len(losses(tmp_path / str(steps))) == 1
+        assert provenance["steps"] == planned and re.findall(r"step (\d+): loss", told) == [str(planned)]
 
 
 def test_the_training_loss_is_that_of_all_steps_after_a_resume_too(dataset, tmp_path):
@@ -125,6 +127,26 @@ def test_the_training_loss_is_that_of_all_steps_after_a_resume_too(dataset, tmp_
     assert status == 0 and "resuming" in told, told
     assert losses(output) == pytest.approx(every, abs=1e-6)
     assert float(re.search(r"mean loss ([^,]*)", told)[1]) == pytest.approx(mean, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "saves",
+    ["--save_steps 3", "--save_strategy best --eval_strategy steps --eval_steps 3 --metric_for_best_model loss"],
+)
+def test_a_line_after_a_resume_is_that_of_an_uninterrupted_run(dataset, uninterrupted, tmp_path, saves):
+    """Saved within the steps of a line: each line has the mean of the steps since the one before."""
+    one, two, three, four, five, six = losses(uninterrupted)
+    output = tmp_path / "run"
+    words = without(command(dataset, output, "--logging_steps", "4"), "--save_steps", "--eval_strategy")
+    status, told = run_script(*words, *saves.split())
+    assert status == 0, told
+    every = [(one + two + three) / 3, four, (five + six) / 2]
+    assert losses(output) == pytest.approx(every, abs=1e-5)
+    for later in ("head", "checkpoint-6"):
+        shutil.rmtree(output / later)
+    status, told = run_script(*words, *saves.split())
+    assert status == 0 and f"resuming {output / 'checkpoint-3'}" in told, told
+    assert losses(output) == pytest.approx(every, abs=1e-5)
 
 
 def test_a_run_by_time_has_no_step_limit():

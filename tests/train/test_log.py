@@ -1,6 +1,7 @@
 """Progress of a training run in a log file, whose last step is logged, and what is noted of the program."""
 
 import json
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from draft_heads.train.log import (
 from draft_heads.train.loss_plot import held_out_losses
 from draft_heads.train.stopping import WallClock
 from draft_heads.train.trainer import DraftHeadTrainer
+from tests.train.runs import run
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,46 @@ def test_the_commit_is_that_of_the_program_and_not_of_a_repository_around_it(tmp
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "linear.py").write_text("")
     assert train_run._git_commit() == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_a_run_names_the_commits_that_trained_it_and_not_the_one_at_its_end(dataset, tmp_path, monkeypatch):
+    """The code is committed while the run trains, and the run goes on later under that commit."""
+    output = tmp_path / "run"
+    monkeypatch.setattr(train_run, "_git_commit", lambda: "b" if list(output.glob("checkpoint-*")) else "a-dirty")
+    status, told = run(dataset, output, kind="medusa")
+    known = json.loads((output / "head" / "provenance.json").read_text())
+    assert status == 0 and known["git_commit"] == "a-dirty" and "programs" not in known, told
+    for later in ("head", "checkpoint-6"):
+        shutil.rmtree(output / later)
+    status, told = run(dataset, output, kind="medusa")
+    changed = "steps after 4 are this program's, which provenance.json tells apart: git_commit was a-dirty, now b\n"
+    assert status == 0 and changed in told, told
+    known = json.loads((output / "head" / "provenance.json").read_text())
+    assert known["git_commit"] == "b"
+    assert [(one["from_step"], one["git_commit"]) for one in known["programs"]] == [(0, "a-dirty"), (4, "b")]
+    assert all(one["packages"] == known["packages"] for one in known["programs"])
+    shutil.rmtree(output / "head")  # of the last step, after which another commit trains no more
+    monkeypatch.setattr(train_run, "_git_commit", lambda: "c")
+    status, told = run(dataset, output, kind="medusa")
+    assert status == 0 and "git_commit was b, now c" in told, told
+    again = json.loads((output / "head" / "provenance.json").read_text())
+    assert (again["git_commit"], again["programs"]) == ("b", known["programs"])
+
+
+def test_a_program_is_another_by_its_packages_too(tmp_path):
+    first = {"git_commit": "a", "python": "3.12", "packages": {"torch": "2.11", "datasets": "5.2"}}
+    second = {**first, "packages": {"torch": "2.12", "datasets": "5.2"}}
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "complete.json").write_text(json.dumps({"programs": [{"from_step": 2, **first}]}))
+    assert train_run.programs_of(first, checkpoint) == [{"from_step": 2, **first}]
+    both = [{"from_step": 2, **first}, {"from_step": 5, **second}]
+    assert train_run.programs_of(second, checkpoint) == both
+    assert train_run.change_of_program(both).endswith("tells apart: torch was 2.11, now 2.12")
+    (checkpoint / "complete.json").write_text('{"minutes": 1.0}')  # as older versions wrote it
+    (alone,) = train_run.programs_of(first, checkpoint)
+    assert alone == {"from_step": 5, **first}
+    assert "git_commit was not recorded, now a; python was not recorded" in train_run.change_of_program([alone])
 
 
 def test_memory_and_work_are_those_of_all_gpus_of_a_process(monkeypatch):

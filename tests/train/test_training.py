@@ -23,6 +23,7 @@ from draft_heads.inference.target.target import Target
 from draft_heads.train.loss_plot import held_out_losses
 from draft_heads.train.options import RunOptions, peak_flops
 from draft_heads.train.run import explain_errors
+from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_data import load_data
 from tests.running import run_script
 from tests.train.runs import TARGET, command, losses, run, without
@@ -244,19 +245,46 @@ def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "looked"),
     [("ctc", ["--save_steps", "1"]), ("medusa", ["--save_steps", "1"]),
-     ("medusa", ["--logging_strategy", "no", "--save_strategy", "no", "--eval_strategy", "no"])],
+     ("medusa", ["--logging_strategy", "no", "--save_strategy", "no"])],
 )  # fmt: skip
 def test_a_loss_that_is_no_number_ends_training_and_names_the_rows(dataset, tmp_path, kind, looked):
     """Also of a run that nothing looks at before its head is exported."""
     wild = shlex.split("--learning_rate 1e30 --warmup_steps 0 --clip value --max_grad_norm 1e30 --head_optimizer adamw")
-    words = without(
-        command(dataset, tmp_path / "run", *wild, kind=kind), "--logging_steps", "--save_steps", "--eval_strategy"
-    )
+    words = without(command(dataset, tmp_path / "run", *wild, kind=kind), "--logging_steps", "--save_steps")
     status, told = run_script(*words, *looked)
     assert status != 0 and re.search(
         r"not a number by step \d; rows of the batch: (synthetic-\S+[,;] ){4}(no|the newest)", told
     )
     assert not (tmp_path / "run" / "head").exists()
+
+
+def test_a_held_out_loss_that_is_no_number_ends_training_and_names_the_rows(dataset, tmp_path, monkeypatch):
+    """As of a target in float16 that overflows on one held-out row: patience would export a head that no loss chose."""
+    _, held_out = split_held_out(load_distilled(dataset).dataset, 8)
+    fifth, head_loss = held_out[5]["input_ids"], DraftHeadTrainer.head_loss
+
+    def overflowing(self, model, batch, seed=0):
+        loss = head_loss(self, model, batch, seed)
+        if any(ids[: len(fifth)] == fifth for ids in batch["input_ids"].tolist()):
+            loss.total = loss.total * float("nan")
+        return loss
+
+    monkeypatch.setattr(DraftHeadTrainer, "head_loss", overflowing)
+    patient = shlex.split("--eval_strategy steps --eval_steps 2 --patience 3")
+    words = without(command(dataset, tmp_path / "run", *patient, kind="medusa"), "--save_steps")
+    status, told = run_script(*words)
+    rows = ", ".join(held_out[row]["id"] for row in (4, 5, 6, 7))  # the second batch of four
+    assert (
+        status == 1
+        and f"must be a finite number; after step 2 it is nan, first in a batch of the rows {rows}; no" in told
+    )
+    assert not (tmp_path / "run" / "head").exists()
+
+
+def test_the_rows_of_the_simulation_are_told_where_fewer_are_held_out(dataset, tmp_path):
+    status, told = run(dataset, tmp_path / "run", "--max_steps", "1", "--simulate_rows", "64", kind="medusa")
+    assert status == 0 and "simulated β is measured on all 8 held-out rows, fewer than --simulate_rows has" in told
+    assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["options"]["simulate_rows"] == 8
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: 8 bytes")])

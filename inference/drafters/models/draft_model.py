@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,6 +18,8 @@ from draft_heads.inference.drafters.options import TreeOptions
 from draft_heads.inference.drafters.text.base import TextDrafter
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
+
+logger = logging.getLogger(__name__)
 
 
 class ModelDrafter(TextDrafter):
@@ -132,10 +135,22 @@ class SelfSpeculativeDrafter(DraftModelDrafter):
 
 
 def load_draft_model(kind: str, path: str, target: Target) -> Target:
-    """The causal language model at a folder or hub id, on the target's device and of its type."""
+    """The causal language model at a folder or hub id, on the target's device and of its type.
+
+    The log says where its context, and so the drafting, ends before the target's.
+    """
     load_config(path, f"the model of {kind}")  # a sentence, should there be none
     model = Target.from_pretrained(path, target.dtype, target.device, drafts=True)
     check_same_tokens(kind, model, target)
+    if model.max_positions < target.max_positions:
+        logger.warning(
+            "a %s drafter should have the target's %d positions; %s has %d, after which nothing is drafted: pick a "
+            "model of a longer context for longer texts",
+            kind,
+            target.max_positions,
+            model.name,
+            model.max_positions,
+        )
     model.draft_only_below(target.vocab_size)
     return model
 

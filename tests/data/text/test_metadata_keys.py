@@ -87,3 +87,11 @@ def test_answers_beside_a_prompt_are_counted_and_not_read_where_the_target_answe
     assert counted == ["rows with 'answer': 2", "rows with 'ground_truth': 1", "rows with 'completion': 1"]
     with pytest.raises(ConversationError, match="line 1: the key 'answer' holds text that no turn has"):
         read_conversations(str(tmp_path / "a.jsonl"))
+
+
+def test_labels_and_metadata_that_repeats_the_turns_say_nothing():
+    for more in (
+        {"task": "question answering", "source": "Stack Exchange", "topic": "Travel to France", "info": {"n": 3}},
+        {"metadata": {"instruction": "Add 1 and 2.", "context": ""}, "sources": ["https://a.b/c?d=1 (2023)"]},
+    ):
+        assert parse_record({"messages": CHAT, **more}).messages == CHAT

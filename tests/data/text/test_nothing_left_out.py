@@ -7,6 +7,7 @@ import pytest
 
 from draft_heads.data.datastore_build import build_datastore
 from draft_heads.data.text.chat_template import template_variables
+from draft_heads.data.text.conversations import parse_record
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from tests.tiny_chat import STYLES, byte_tokenizer, template, trained_runs
 
@@ -265,3 +266,14 @@ def test_a_prompt_that_ends_with_an_answer_where_none_begins_after_it_is_refused
     with pytest.raises(ConversationError, match="begins no answer after it"):
         ChatRenderer(tokenizer).prompt(chat)
     assert ChatRenderer(tokenizer).prompt([*chat, {"role": "user", "content": "And then?"}])
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input"])
+def test_the_arguments_of_a_call_have_one_name_whoever_wrote_it(key):
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", key: {"a": 1}}]}
+    assert parse_record({"messages": [USER, answer]}).messages[1]["tool_calls"] == [
+        {"name": "add", "arguments": {"a": 1}}
+    ]
+    answer["tool_calls"] = [{"type": "function", "function": {"name": "add", key: {"a": 1}, "x": "LOST"}}]
+    with pytest.raises(ConversationError, match="the key 'x' of one of 'tool_calls' is unknown"):
+        parse_record({"messages": [USER, answer]})

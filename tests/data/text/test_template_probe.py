@@ -15,6 +15,8 @@ from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.chat_text import ControlTokenError
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, answer_tokens
+from draft_heads.data.text.template_probe import SOME
+from draft_heads.data.text.token_spans import scaffold_end
 from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.generation import TextPieces, prompt_ids
 from draft_heads.inference.target.target import Target
@@ -173,6 +175,12 @@ ANALYSIS = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
     [
         (ANALYSIS + "<|channel|>final<|message|>One.<|return|>", "One."),
         ("<|channel|>final<|message|>One.<|return|>", "One."),
+        (ANALYSIS + "<|channel|>final json<|message|>[1]<|return|>", "[1]"),
+        (ANALYSIS + "<|channel|>comment<|message|>A<|end|><|channel|>final x<|message|>B", "B"),
+        (
+            ANALYSIS + "<|channel|>finally, it is so long<|message|>",
+            ANALYSIS + "<|channel|>finally, it is so long<|message|>",
+        ),
         (ANALYSIS, ANALYSIS),
         ("One <|channel|>final<|message|>two", "One <|channel|>final<|message|>two"),
         ("One.<|return|>", "One."),
@@ -190,6 +198,9 @@ def test_the_text_of_an_answer_in_channels_is_the_same_everywhere(answer, text):
 def test_an_answer_follows_the_first_scaffold_that_it_begins_with():
     assert answer_tokens([7, 5, 4, 7, 8, 6, 2], [2], (7, 8)) == [6]
     assert answer_tokens([3, 7, 8, 6, 2], [2], (7, 8)) == [3, 7, 8, 6]
+    header = (7, 8, SOME, 9)  # as `<|channel|> final json <|message|>`
+    assert scaffold_end([7, 4, 9, 5, 7, 8, 6, 9, 5], header) == 8 and scaffold_end([7, 8, 9, 5], header) == 3
+    assert scaffold_end([7, 8, 6, 7, 9, 5], header) == 0 == scaffold_end([7, 8, *[6] * 9, 9], header)
 
 
 @pytest.mark.parametrize(

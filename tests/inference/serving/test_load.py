@@ -10,10 +10,12 @@ from itertools import islice
 import httpx
 import openai
 import pytest
+import torch
 
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.serving import worker as worker_module
 from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, serve, text_of
 
 
@@ -222,3 +224,52 @@ def test_a_failure_is_told_and_counted_and_the_next_answer_is_right(target, engi
         failing.drafter.propose = propose
         alone = text_of(target, engine.generate("Name a fruit.", GenerationSettings(32)).tokens)
         assert chat(client, "Name a fruit.").choices[0].message.content == alone
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with …"),
+        torch.AcceleratorError("HIP error: unspecified launch failure\nCompile with …"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`"),
+    ],
+)
+def test_a_server_whose_device_is_lost_says_so_and_takes_no_more_work(slow, monkeypatch, error):
+    go_on = threading.Event()
+
+    def lost(*arguments):
+        go_on.wait(30)
+        raise error
+        yield
+
+    monkeypatch.setattr(slow, "stream", lost)
+    monkeypatch.setattr(worker_module, "takes_work", lambda device: False)
+    with serve(slow) as (client, worker, address, _), ThreadPoolExecutor(3) as pool:
+        running = pool.submit(chat, client, QUESTIONS[0])
+        while worker._running is None:
+            time.sleep(0.01)
+        waiting = [pool.submit(chat, client, QUESTIONS[1]) for _ in range(2)]
+        while len(worker._waiting) < 2:
+            time.sleep(0.01)
+        assert worker.alive and httpx.get(f"{address}/health").status_code == 200
+        go_on.set()
+        first = str(error).split("\n")[0]
+        assert running.exception().status_code == 500 and f"decoding failed: {first}" in str(running.exception())
+        with pytest.raises(openai.InternalServerError) as later:
+            chat(client, QUESTIONS[2])
+        for refused in (*(one.exception() for one in waiting), later.value):
+            assert refused.status_code == 503 and "Compile with" not in str(refused)
+            assert first in refused.body["message"] and refused.body["message"].endswith("; restart the server")
+        health = httpx.get(f"{address}/health")
+        assert (health.status_code, health.json(), worker.alive) == (503, {"status": "closed"}, False)
+        now = idle(address)
+        assert (now["draft_heads_failed_total"], now["draft_heads_abandoned_total"]) == (3, 0)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried …"), ValueError("CUDA error: no")])
+def test_a_device_that_may_go_on_is_not_lost(error, monkeypatch):
+    """What the last of them says does not last where the device computes."""
+    assert worker_module.takes_work("cpu") and not worker_module.takes_work("meta")
+    assert worker_module.lost_device(error, "cpu") == ""
+    monkeypatch.setattr(worker_module, "takes_work", lambda device: False)
+    assert bool(worker_module.lost_device(error, "cpu")) is str(error).startswith("CUDA error")
