@@ -165,7 +165,7 @@ def test_a_metric_that_decides_and_cannot_be_measured_ends_the_run(short_answers
 
 
 def test_accuracy_where_no_label_is_is_not_shown(short_answers, tmp_path):
-    status, told = run_script(*command(short_answers, tmp_path / "run", kind="medusa"))
+    status, told = run_script(*command(short_answers, tmp_path / "run", kind="hydra"))
     assert status == 0 and re.search(r"held-out rows: loss \S+, simulated β .*, top-1 accuracy by offset \S+\n", told)
     metrics = json.loads((tmp_path / "run/head/provenance.json").read_text())["metrics"]
     assert "eval_accuracy_1" in metrics and "eval_accuracy_2" not in metrics
