@@ -22,7 +22,7 @@ METADATA = {
     *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
     *("parallel_tool_calls", "__index_level_0__"),
 }
-_LABELS = {"task", "subtask", "info", "header", "source", "sources", "subject", "topic", "topics", "domain"}
+_LABELS = {"task", "subtask", "info", "source", "sources", "subject", "topic", "topics", "domain"}
 """Those that hold labels in most files, and in some an instruction or a passage."""
 _SENTENCE = re.compile(r"\s.*[.!?:]\W*\Z|[。！？]", re.DOTALL)
 _OF_THE_ROW = {

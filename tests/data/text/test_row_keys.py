@@ -207,7 +207,10 @@ def test_rows_of_published_forms_are_not_refused_for_what_they_say_of_themselves
         "skip_prompt_formatting": False,
     }
     ultrachat = {"prompt": "Hi", "prompt_id": "ab", "messages": [USER, ANSWER], "score_chosen": 8.0}
-    wildchat = {"conversation_hash": "x", "conversation": [t | {"toxic": False, "header": {}} for t in (USER, ANSWER)]}
+    agent = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/114.0.0.0 Safari/537.36"
+    header = {"accept-language": "fr-FR,fr;q=0.9", "user-agent": agent}
+    wildchat = {"conversation_hash": "x", "header": header}
+    wildchat["conversation"] = [turn | {"toxic": False, "header": header} for turn in (USER, ANSWER)]
     wildchat |= {"turn": 1, "openai_moderation": [{}], "hashed_ip": "h", "country": "US"}
     magpie = {"conversations": PAIR, "instruction": "Hi", "response": "Salut", "gen_input_configs": {"temperature": 1}}
     magpie |= {"intent": "to greet", "knowledge": "Some French.", "difficulty": "easy", "input_quality": "good"}
