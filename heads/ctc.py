@@ -119,7 +119,7 @@ class CTCConfig(HeadConfig):
 
     @property
     def reads_base_token(self) -> bool:  # type: ignore[override]
-        return self.context != "hidden"
+        return self.context != "hidden" or self.label_context > 0  # the first label's context is it
 
     @property
     def chained(self) -> bool:

@@ -43,7 +43,8 @@ def shared_batches(trainer: Trainer, dataset: Any, size: int) -> Iterator[tuple[
 def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, float]:
     """Loss per window, windows, accuracy at every offset, and the share of labels that cannot be drafted: they are
     outside the draft vocabulary or, for CTC, come after such a label in their window. What no label counts in is
-    left out: no loss, or no accuracy at an offset. ValueError on every process if the loss is no finite number."""
+    left out: no loss, or no accuracy at an offset. ValueError on every process for a loss that is no finite number;
+    after training, if the head's weights are finite, a line."""
     offsets = head.config.offsets
     total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
     hits = torch.zeros(offsets, TOP + 2, dtype=torch.float64, device=trainer.args.device)  # …, counted, scored
@@ -60,12 +61,20 @@ def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, f
     summed, windows = trainer.accelerator.reduce(total).tolist()
     if not math.isfinite(summed):
         bad = next(((ids, segments) for loss, ids, segments in losses if not loss.isfinite()), None)
-        rows = "those of another process" if bad is None else ", ".join(row_names(dataset, *bad, trainer.longest))
-        raise ValueError(
+        names = [] if bad is None else row_names(dataset, *bad, trainer.longest)
+        where = f"a batch of the rows {', '.join(names)}" if names else "a batch of another process"
+        told = (
             f"the held-out loss must be a finite number; after step {trainer.state.global_step} it is {summed}, "
-            f"first in a batch of the rows {rows}; {how_to_resume(Path(trainer.args.output_dir or ''))}; "
-            "lower --learning_rate, take another --target_dtype, or distil without those rows"
+            f"first in {where}"
         )
+        sound = all(bool(parameter.isfinite().all()) for parameter in head.parameters())
+        if not (trainer.trained and sound):
+            raise ValueError(
+                f"{told}; {how_to_resume(Path(trainer.args.output_dir or ''))}, with --eval_strategy no to the end; or "
+                "begin anew (--overwrite) with a lower --learning_rate, another --target_dtype or without those rows"
+            )
+        if trainer.args.process_index == 0:
+            print(f"warning: {told}; the head is exported without it", flush=True)
     every = trainer.accelerator.reduce(hits).tolist()
     labels, scored = (sum(row[column] for row in every) for column in (TOP, TOP + 1))
     metrics = {"windows": windows}

@@ -83,7 +83,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             simulate_nodes=run.simulate_nodes,
         )
     if (rows := len(held_out)) < run.simulate_rows:
-        print_once(args, f"simulated β is measured on all {rows} held-out rows, fewer than --simulate_rows has")
+        print_once(args, f"simulated β is measured on the {rows} held-out rows at most, fewer than --simulate_rows has")
     length = run_length(trainer)
     fitted = length.fit_intervals(args)
     check_schedule(args, length.steps)
@@ -281,7 +281,8 @@ def provenance(
 ) -> dict[str, Any]:
     """What `provenance.json` holds: command, versions, options, data, steps, minutes and metrics.
 
-    The versions are those of the last program that trained the head; where others did before, `programs` lists all.
+    The versions are those of the last program that trained the head, as far as its checkpoints know them, else this
+    one's; where others trained before, `programs` lists all.
     """
     known = {key: float(value) for key, value in trainer.final_metrics.items()}
     metrics = {key: round(value, 5) for key, value in known.items() if math.isfinite(value)}

@@ -76,6 +76,7 @@ class DraftHeadTrainer(Trainer):
         }
         self._evaluated_until = -1  # evaluations up to this step had another simulation
         self.sigterm = StopOnSigterm()
+        self.trained = False  # training has ended
         self.final_metrics: dict[str, float] = {}
         self.programs: list[dict[str, Any]] = []  # that trained the head, each with the step from which it did
         self._metrics = LogMetrics()
@@ -363,6 +364,7 @@ class DraftHeadTrainer(Trainer):
     def final_evaluation(self) -> dict[str, float]:
         """`evaluate` after training, unless this step's head was evaluated while it trained, be it before a resume with
         the same simulation."""
+        self.trained = True
         history = self.state.log_history if self.steps > self._evaluated_until else []
         known = [logs for logs in history if logs["step"] == self.steps and "eval_windows" in logs]
         return {name: x for name, x in known[-1].items() if name.startswith("eval_")} if known else self.evaluate()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 METADATA = {
@@ -22,8 +22,9 @@ METADATA = {
     *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
     *("parallel_tool_calls", "__index_level_0__"),
 }
-_LABELS = {"task", "subtask", "info", "source", "sources", "subject", "topic", "topics", "domain"}
-"""Those that hold labels in most files, and in some an instruction or a passage."""
+_TASKS = {"task", "subtask", "info"}
+_LABELS = {*_TASKS, "source", "sources", "subject", "topic", "topics", "domain"}
+"""Those that hold labels in most files, and in some a passage, or (those of a task) an instruction."""
 _SENTENCE = re.compile(r"\s.*[.!?:]\W*\Z|[。！？]", re.DOTALL)
 _OF_THE_ROW = {
     *("source", "page", "site", "home", "base", "web", "repo", "github", "paper", "article", "post", "user"),
@@ -51,18 +52,20 @@ def carries_no_meaning(key: str, value: Any) -> bool:
     """
     if key in METADATA:
         return not holds_text(key, value)
-    short = _texts_fit(value, lambda text: len(text) < 200 and not re.search(r"\s", text))
-    return _METADATA_FORM.fullmatch(key) is not None and short
+    return _METADATA_FORM.fullmatch(key) is not None and _is_short(value)
 
 
 def holds_text(key: str, value: Any) -> bool:
-    """Whether a key of labels holds a sentence or a long text: `task` does as `Translate to French.`."""
-    label = _texts_fit(value, lambda text: not _SENTENCE.search(text) and (len(text) <= 100 or " " not in text))
-    return key in _LABELS and not label
+    """Whether a key of labels holds a long text, or one of a task a sentence: `Translate to French.`"""
+    if isinstance(value, list):
+        return any(holds_text(key, one) for one in value)
+    if key not in _LABELS or not isinstance(value, str):
+        return False
+    return (len(value) > 100 and " " in value) or (key in _TASKS and _SENTENCE.search(value) is not None)
 
 
-def _texts_fit(value: Any, fits: Callable[[str], bool]) -> bool:
-    """Whether each text in a value does, at any depth."""
+def _is_short(value: Any) -> bool:
+    """Whether a value holds numbers, booleans and short texts without white space alone."""
     if isinstance(value, (Mapping, list)):
-        return all(_texts_fit(one, fits) for one in (value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, str) or fits(value)
+        return all(map(_is_short, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, str) or (len(value) < 200 and not re.search(r"\s", value))

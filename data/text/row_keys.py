@@ -368,14 +368,16 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise ConversationError(f"each of {TOOL_CALLS!r} has the name of a function, received {call!r:.60}")
         inner = without_none(inner)
-        for other in ("parameters", "input"):  # Llama 3's form, Anthropic's
+        for other in ("parameters", "input", "args"):  # Llama 3's form, Anthropic's, LangChain's
             if other in inner and "arguments" not in inner:
                 inner["arguments"] = inner.pop(other)
         if isinstance(inner.get("arguments"), str):
             inner["arguments"] = _parse_json("arguments", inner["arguments"] or "{}")
         known = {"function", "name", "arguments", "id", "type", "index"}
         if wrong := [key for key in (*inner, *(call if name else ())) if key not in known]:
-            raise ConversationError(f"the key {wrong[0]!r} of one of {TOOL_CALLS!r} is unknown")
+            raise ConversationError(
+                f"the key {wrong[0]!r} of one of {TOOL_CALLS!r} is unknown: it has a name and arguments; leave it out"
+            )
         found.append({**call, name: inner} if name else inner)
     return found
 

@@ -13,6 +13,7 @@ import torch
 from prometheus_client import Counter
 
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
 from draft_heads.inference.serving.errors import APIError
 from draft_heads.inference.serving.prometheus import ServerMetrics
@@ -108,11 +109,11 @@ def takes_work(device: torch.device | str) -> bool:
         return False
 
 
-def lost_device(error: Exception, device: torch.device | str) -> str:
+def lost_device(error: Exception, devices: Sequence[torch.device | str]) -> str:
     """Why no later answer can be decoded either; "" where one may, as after a lack of memory."""
     told = str(error).partition("\n")[0]
     of_device = isinstance(error, torch.AcceleratorError) or told.startswith("CUDA error")
-    if not of_device or takes_work(device):
+    if not of_device or all(map(takes_work, devices)):
         return ""
     return f"the server's device must take work; it fails with {told!r}; restart the server"
 
@@ -199,7 +200,7 @@ class Worker:
             except Exception as error:
                 logger.exception("a request failed")
                 self.metrics.failed.inc()
-                if reason := lost_device(error, self.engine.target.device):
+                if reason := lost_device(error, devices_of(self.engine.target)):
                     logger.error(reason)
                     self._running = None  # counted above, told below
                     self.stop(reason)

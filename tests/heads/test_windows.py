@@ -57,6 +57,7 @@ def test_a_head_that_reads_no_base_token_has_no_window_behind_one_that_is_not_th
     reading = {kind: head_classes(kind)[1]().reads_base_token for kind in HEADS}
     assert [kind for kind, reads in reading.items() if not reads] == ["medusa"]
     assert not CTCConfig(context="hidden").reads_base_token
+    assert CTCConfig(context="hidden", label_context=4).reads_base_token
 
 
 def test_windows_end_behind_the_end_of_turn_token_and_keep_it():

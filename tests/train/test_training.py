@@ -279,11 +279,15 @@ def test_a_held_out_loss_that_is_no_number_ends_training_and_names_the_rows(data
         and f"must be a finite number; after step 2 it is nan, first in a batch of the rows {rows}; no" in told
     )
     assert not (tmp_path / "run" / "head").exists()
+    status, told = run(dataset, tmp_path / "no", "--eval_strategy", "no", kind="medusa")
+    assert status == 0 and "the head is exported without it" in told and (tmp_path / "no" / "head").exists()
 
 
 def test_the_rows_of_the_simulation_are_told_where_fewer_are_held_out(dataset, tmp_path):
     status, told = run(dataset, tmp_path / "run", "--max_steps", "1", "--simulate_rows", "64", kind="medusa")
-    assert status == 0 and "simulated β is measured on all 8 held-out rows, fewer than --simulate_rows has" in told
+    assert (
+        status == 0 and "simulated β is measured on the 8 held-out rows at most, fewer than --simulate_rows has" in told
+    )
     assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["options"]["simulate_rows"] == 8
 
 

@@ -92,6 +92,7 @@ def test_answers_beside_a_prompt_are_counted_and_not_read_where_the_target_answe
 def test_labels_and_metadata_that_repeats_the_turns_say_nothing():
     for more in (
         {"task": "question answering", "source": "Stack Exchange", "topic": "Travel to France", "info": {"n": 3}},
+        {"source": "Alice et al. (2020).", "topics": ["Who is Alan Turing?"], "info": {"instruction": "Add 1 and 2."}},
         {"metadata": {"instruction": "Add 1 and 2.", "context": ""}, "sources": ["https://a.b/c?d=1 (2023)"]},
     ):
         assert parse_record({"messages": CHAT, **more}).messages == CHAT

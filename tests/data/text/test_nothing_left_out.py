@@ -268,7 +268,7 @@ def test_a_prompt_that_ends_with_an_answer_where_none_begins_after_it_is_refused
     assert ChatRenderer(tokenizer).prompt([*chat, {"role": "user", "content": "And then?"}])
 
 
-@pytest.mark.parametrize("key", ["arguments", "parameters", "input"])
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input", "args"])
 def test_the_arguments_of_a_call_have_one_name_whoever_wrote_it(key):
     answer = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", key: {"a": 1}}]}
     assert parse_record({"messages": [USER, answer]}).messages[1]["tool_calls"] == [

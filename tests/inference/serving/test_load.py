@@ -270,6 +270,6 @@ def test_a_server_whose_device_is_lost_says_so_and_takes_no_more_work(slow, monk
 def test_a_device_that_may_go_on_is_not_lost(error, monkeypatch):
     """What the last of them says does not last where the device computes."""
     assert worker_module.takes_work("cpu") and not worker_module.takes_work("meta")
-    assert worker_module.lost_device(error, "cpu") == ""
-    monkeypatch.setattr(worker_module, "takes_work", lambda device: False)
-    assert bool(worker_module.lost_device(error, "cpu")) is str(error).startswith("CUDA error")
+    assert worker_module.lost_device(error, ["cpu"]) == ""
+    monkeypatch.setattr(worker_module, "takes_work", lambda device: device == "cuda:0")
+    assert bool(worker_module.lost_device(error, ["cuda:0", "cuda:1"])) is str(error).startswith("CUDA error")
