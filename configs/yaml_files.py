@@ -19,6 +19,11 @@ class _UniqueKeys(yaml.SafeLoader):
             )
         return node
 
+    def flatten_mapping(self, node: Any) -> None:
+        super().flatten_mapping(node)  # what is merged first, then the mapping's own, of which the last counts
+        named = {(key.tag, key.value) if isinstance(key, yaml.ScalarNode) else key: (key, v) for key, v in node.value}
+        node.value = list(named.values())  # PyYAML 6.0.4 would take the first, where the mapping is merged again
+
 
 class _Texts(_UniqueKeys):
     pass
