@@ -49,7 +49,7 @@ def test_what_is_replaced_comes_back():
 def given(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     target, source = save_target(folder / "target"), write_sharegpt(folder / "chat.json")
-    run_distill(target, source, str(folder / "out"), hidden_states="float32", target_layers=[1])
+    run_distill(target, source, str(folder / "out"), hidden_states="float32", target_layers=[1], labels="generate")
     sizes = {"rows": 2, "tokens_per_batch": 4096, "rows_per_batch": 1}
     files = {"target": str(target), "dataset": str(folder / "out"), "dtype": "float32", "device": "cpu"}
     return SimpleNamespace(**files, **sizes)
