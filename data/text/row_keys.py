@@ -258,9 +258,9 @@ def _inner_text(key: str, value: Any, repeats: Callable[[str, Any], bool]) -> st
             with suppress(ValueError, RecursionError):  # a text of another kind
                 value = parse_json(value)
         pairs = value.items() if isinstance(value, Mapping) else ()
-        found = [(one, text) for one, text in pairs if one in read and text and isinstance(text, str | list)]
-        if found := [(one, text) for one, text in found if one not in _PASSAGES or not repeats(one, text)]:
-            return found[0][0]
+        for one, text in pairs:
+            if one in read and text and isinstance(text, str | list) and not (one in _PASSAGES and repeats(one, text)):
+                return str(one)
         inside.extend(value if isinstance(value, list) else (text for _, text in pairs))
     return None
 
