@@ -120,7 +120,7 @@ def late_intervals(args: Any, steps: int) -> list[str]:
     if not late:
         return []
     return [
-        f"{', '.join(late)}: later than the last step, {steps:,}, so this happens at the end only; pass "
+        f"{', '.join(late)}: later than the last step, {steps:,}, so none is due before the end; pass "
         f"{max(1, steps // OFTEN)}"
     ]
 

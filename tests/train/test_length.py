@@ -154,7 +154,7 @@ def test_a_run_by_time_has_no_step_limit():
     args = SimpleNamespace(**vars(arguments(eval_strategy="steps", eval_steps=44)), max_minutes=15)
     assert too_few_in(args, 300) == []
     told, late = too_few_in(args, 43)
-    assert late == "--eval_steps 44: later than the last step, 43, so this happens at the end only; pass 8"
+    assert late == "--eval_steps 44: later than the last step, 43, so none is due before the end; pass 8"
     assert told == "15 minutes had 43 steps: a head needs a few hundred at least; raise --max_minutes"
     for warmup_steps, steps, warned in ((0.9, 300, False), (300, 301, False), (300, 300, True), (5000, 300, True)):
         args = SimpleNamespace(**vars(arguments(warmup_steps=warmup_steps)), max_minutes=15)
