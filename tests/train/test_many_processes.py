@@ -25,6 +25,9 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, 
     status, told = launch(dataset, tmp_path / "two", *extra, batch=2, kind=kind)
     assert status == 0, told
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    if stage:  # DeepSpeed tells none of stage 0
+        norms = [losses(tmp_path / name, "grad_norm") for name in ("one", "two")]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     if kind == "ctc":  # its only part, of both processes
         parts = losses(tmp_path / "two", "loss_ctc")
         assert parts == pytest.approx(losses(tmp_path / "two"), rel=1e-3)
@@ -60,7 +63,14 @@ def test_two_nodes_train_and_resume_as_one_process(dataset, uninterrupted, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags,batch", [((), 2), (("--gradient_accumulation_steps", "2"), 1), (("--deepspeed", ZERO_2), 2)], ids=str
+    "flags,batch",
+    [
+        ((), 2),
+        (("--gradient_accumulation_steps", "2"), 1),
+        (("--deepspeed", ZERO_2), 2),
+        (("--gradient_accumulation_steps", "2", "--deepspeed", ZERO_2), 1),
+    ],
+    ids=str,
 )
 def test_the_last_step_of_an_epoch_on_two_processes_is_that_of_one(cached, tmp_path, flags, batch):
     """41 rows in batches of 4: the last has a row, so one process has none; its cached states are padding too."""
@@ -76,6 +86,7 @@ def test_the_last_step_of_an_epoch_on_two_processes_is_that_of_one(cached, tmp_p
         status, told = launch(cached, two, *same, *flags, batch=batch)
         assert status == 0 and ("resuming" in told) == again, told
         assert losses(two) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+        assert losses(two, "grad_norm") == pytest.approx(losses(tmp_path / "one", "grad_norm"), rel=1e-3)
     one, two = (
         json.loads((tmp_path / name / "head/provenance.json").read_text())["metrics"] for name in ("one", "two")
     )
