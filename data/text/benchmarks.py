@@ -127,6 +127,7 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
                 raise BenchmarkError(f"'category' is a text, received {_describe(question.category)}")
             category = question.category if (question.category or "").strip() else None
             question = replace(question, question_id=checked_id(question.question_id), category=category)
+            check_encodable(asdict(question))
             if question.question_id in found and reader is _conversation:  # ids of conversations are free text
                 question = replace(question, question_id=f"{question.question_id} ({place})")
             if question.question_id in found:

@@ -320,13 +320,21 @@ class ChatText:
         trained = set() if add_generation_prompt else answers
         sought = [n for n in texts if messages[n]["role"] != "tool" and n not in trained]
         form = (add_generation_prompt, *(extra or ()), *((m["role"], n in trained, *m) for n, m in enumerate(messages)))
-        missing = _without_a_place(text, texts).intersection(sought)
+        missing = unplaced = _without_a_place(text, texts).intersection(sought)
         if not missing and form not in self._forms_shown:
             words = {n: f"{self._placeholder(messages)}{n}." for n in sought}
             others = [{**m, "content": words[n]} if n in words else m for n, m in enumerate(messages)]
             missing = _without_a_place(self.text(others, add_generation_prompt, extra), words)
         for number in sought if missing else ():
             self.check_text_shown(messages, number, extra, add_generation_prompt)
+        for number in sorted(unplaced):  # rewritten, or cut
+            role = messages[number]["role"]
+            word = None if role == "assistant" else _lost_word(text.casefold(), texts[number])  # thoughts may go
+            if word:
+                raise ConversationError(
+                    f"the chat template leaves out a part of the {role}'s text, with {word!r:.40} "
+                    f"(turn {number}); write it otherwise, or pass a chat_template that renders it"
+                )
         self._forms_shown.add(form)
 
     def check_text_shown(self, messages: Messages, number: int, extra: Extra, add_generation_prompt: bool) -> None:
@@ -366,6 +374,13 @@ def _without_a_place(text: str, parts: Mapping[int, str]) -> set[int]:
         if not found:
             missing.add(number)
     return missing
+
+
+def _lost_word(text: str, part: str) -> str | None:
+    """The first word of `part` that `text`, in small letters, has not; tags and commands (`/no_think`) are for the
+    template itself."""
+    words = re.findall(r"\w+", re.sub(r"(?<!\S)/\w+|<[^<>\s]+>", " ", part))
+    return next((word for word in words if word.casefold() not in text), None)
 
 
 def _texts(value: Any) -> Iterator[str]:

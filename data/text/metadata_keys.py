@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 METADATA = {
@@ -26,6 +26,7 @@ _TASKS = {"task", "subtask", "info"}
 _LABELS = {*_TASKS, "source", "sources", "subject", "topic", "topics", "domain"}
 """Those that hold labels in most files, and in some a passage, or (those of a task) an instruction."""
 _SENTENCE = re.compile(r"\s.*[.!?:]\W*\Z|[。！？]", re.DOTALL)
+_SPACE_OR_END = re.compile(r"[\s。！？]")
 _OF_THE_ROW = {
     *("source", "page", "site", "home", "base", "web", "repo", "github", "paper", "article", "post", "user"),
     *("author", "creator", "owner", "worker", "annotator", "conversation", "chat", "thread", "session", "dialog"),
@@ -57,15 +58,25 @@ def carries_no_meaning(key: str, value: Any) -> bool:
 
 def holds_text(key: str, value: Any) -> bool:
     """Whether a key of labels holds a long text, or one of a task a sentence: `Translate to French.`"""
-    if isinstance(value, list):
-        return any(holds_text(key, one) for one in value)
-    if key not in _LABELS or not isinstance(value, str):
-        return False
-    return (len(value) > 100 and " " in value) or (key in _TASKS and _SENTENCE.search(value) is not None)
+    texts = _texts(value, list) if key in _LABELS else ()
+    return any(_is_long(text) or (key in _TASKS and _SENTENCE.search(text) is not None) for text in texts)
 
 
 def _is_short(value: Any) -> bool:
-    """Whether a value holds numbers, booleans and short texts without white space alone."""
-    if isinstance(value, (Mapping, list)):
-        return all(map(_is_short, value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, str) or (len(value) < 200 and not re.search(r"\s", value))
+    """Whether a value holds numbers, booleans and short texts without white space or a sentence alone."""
+    return all(len(text) < 200 and not (_is_long(text) or _SPACE_OR_END.search(text)) for text in _texts(value))
+
+
+def _is_long(text: str) -> bool:
+    """Whether a text has over 100 bytes and is no address: with a space, or in a script that may have none."""
+    return len(text.encode(errors="replace")) > 100 and (" " in text or sum(not c.isascii() for c in text) > 30)
+
+
+def _texts(value: Any, inside: type | tuple[type, ...] = (Mapping, list)) -> Iterator[str]:
+    """The texts in a value, at any depth of lists and mappings."""
+    left = [value]
+    for one in left:
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, inside):
+            left.extend(one.values() if isinstance(one, Mapping) else one)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from draft_heads.data.text.json_files import RepeatedKey, parse_json
 from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning, holds_text
+from draft_heads.data.text.refused_keys import TRAINED, asks_nothing, flag, is_refused
 from draft_heads.data.text.rendering import ConversationError
 
 ROLES = {
@@ -43,9 +44,6 @@ TURN_TEXTS = (*THOUGHTS, "name", "tool_call_id")
 TOOL_CALLS = "tool_calls"
 """Further keys of a turn that chat templates read: texts, and the calls of an assistant's turn."""
 
-TRAINED = ("trained", "train", "training", "weight", "loss")
-"""Keys of a turn that say whether it is trained on: true, false, 1 or 0."""
-
 COPIES = {"prompt", "instruction", "input", "question", "query", "text", "context"}
 COPIES |= {"output", "response", "answer", "completion"}
 """Texts of a row that are fine where its turns hold them too, and refused otherwise."""
@@ -63,40 +61,7 @@ _MARK = re.compile(
 )
 """What chat templates write between texts: a role's name, a special token, a character of a heading."""
 
-_MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files", "attachment", "attachments"}
-_MEDIA_FORM = re.compile(r"(\w+_)?(attachment|image|video|audio|photo|picture|screenshot)s?_urls?")
-NOT_READ = _MEDIA | {"chosen", "rejected", "instructions", "history", "response_format"}
-NOT_READ |= {
-    "input_ids",
-    "token_ids",
-    "train_detail",
-    "training_detail",
-    "train_on_inputs",
-    "mask",
-    "loss_mask",
-    "function_call",
-    "refusal",
-    "prefix",
-    "channel",
-    "recipient",
-    "is_rejected",
-}
-"""Keys that change the text or the mask in ways that nothing here can follow."""
-
 _PASSAGES = {"instruction", "instructions", "context", "passage", "passages", "persona", "text"}
-
-_ASK_NOTHING: list[tuple[str, Any]] = [
-    ("prefix", False),
-    ("train_on_inputs", False),
-    ("is_rejected", False),
-    ("label", True),
-]
-_ASK_NOTHING += [("channel", "final"), ("recipient", "all")]
-"""Keys that change nothing with this value; `label` is true of an answer that is wanted (KTO)."""
-
-_FLAGS = {*TRAINED, *(key for key, _ in _ASK_NOTHING), "thinking", "enable_thinking"}
-_FLAG_TEXTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
-"""Keys of a row that are true or false, and how CSV, which has texts alone, writes that."""
 
 
 class Further(NamedTuple):
@@ -128,8 +93,7 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
     for key, value in row.items():
         if key in used or value in ("", [], {}):
             continue
-        if key in _FLAGS and isinstance(value, str):
-            value = _FLAG_TEXTS.get(value.lower(), value)
+        value = flag(key, value)
         if key in SYSTEM:
             systems.setdefault(text_of(value).strip(), text_of(value))
         elif key in ARGUMENTS:
@@ -144,7 +108,7 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
                 raise ConversationError(
                     f"the key {key!r} holds text that no turn has: write it into the turns, or take the key out"
                 )
-        elif (key, value) in _ASK_NOTHING:
+        elif asks_nothing(key, value):
             continue
         elif (named := _not_read(key, value, repeats)) or (key == "turns" and isinstance(value, list)):
             raise ConversationError(f"the key {named or repr(key)} changes the text or the mask, and nothing reads it")
@@ -180,6 +144,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
     message: dict[str, Any] = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
     repeats = partial(_repeats, texts=[message["content"]])
     for key, value in rest.items():
+        value = value if key in (*TRAINED, *TURN_TEXTS) else flag(key, value)
         if key in TRAINED:
             if value not in (True, False):  # 1, 1.0, 0 and 0.0 too
                 raise ConversationError(f"{key!r} of a turn is true, false, 1 or 0, received {value!r}")
@@ -187,7 +152,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
                 message["trained"] = False
             elif role != "assistant" and value:
                 unknown.append(f"the key {key!r} asks for a {role} turn to be trained on, and only answers are")
-        elif value in ("", [], {}) or (key, value) in _ASK_NOTHING:
+        elif value in ("", [], {}) or asks_nothing(key, value):
             continue
         elif key in TURN_TEXTS:
             if not isinstance(value, str):
@@ -239,7 +204,7 @@ def text_of(content: Any) -> str:
 
 def _not_read(key: str, value: Any, repeats: Callable[[str, Any], bool]) -> str | None:
     """The name of a key that changes the text or the mask and that nothing reads, itself or among metadata, or None."""
-    if key in NOT_READ or _MEDIA_FORM.fullmatch(key) or (key == "label" and value == 0):  # false too
+    if is_refused(key, value):
         return repr(key)
     inner = _inner_text(key, value, repeats)
     return None if inner is None else f"{inner!r} in {key!r}"

@@ -245,3 +245,12 @@ def test_the_checksum_of_questions_changes_with_each_field():
     found = {questions_checksum([Question(**(given | change))]) for change in [{}, *changes]}
     assert len(found) == 10 and questions_checksum([Question(1, None, ["a"])]) in found
     assert questions_checksum([Question(**given)] * 2) not in found
+
+
+def test_half_a_character_is_named_with_its_row_wherever_it_stands(tmp_path):
+    row = {"question_id": "a", "category": "b", "turns": ["c"], "reference": ["d"]}
+    for key in row:
+        broken = row | {"question_id": "e", key: ["\ud800"] if isinstance(row[key], list) else "\ud800"}
+        (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(broken))
+        with pytest.raises(BenchmarkError, match=r"a\.jsonl, line 2: half a surrogate pair"):
+            load_benchmark("mine", str(tmp_path / "a.jsonl"))

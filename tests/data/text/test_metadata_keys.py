@@ -96,3 +96,40 @@ def test_labels_and_metadata_that_repeats_the_turns_say_nothing():
         {"metadata": {"instruction": "Add 1 and 2.", "context": ""}, "sources": ["https://a.b/c?d=1 (2023)"]},
     ):
         assert parse_record({"messages": CHAT, **more}).messages == CHAT
+
+
+PASSAGE = "一七八九年" * 7  # 35 characters, none of them a blank or the end of a sentence
+
+
+@pytest.mark.parametrize("key", ["source", "topics", "info"])
+def test_a_passage_without_blanks_is_a_passage(key):
+    for value in (PASSAGE, [["web"], [PASSAGE]]):
+        with pytest.raises(ConversationError, match=f"'{key}' holds text that no turn has"):
+            parse_record({"messages": CHAT, key: value})
+    for value in ("数学", "百科全书：法国大革命", "https://de.wikipedia.org/wiki/" + "Französische_Revolution_" * 4):
+        assert parse_record({"messages": CHAT, key: value}).messages == CHAT
+
+
+def test_a_short_value_of_a_key_by_form_has_no_sentence_in_any_script():
+    for value in ("把下面的句子翻译成英文。", PASSAGE, {"a": [PASSAGE]}):
+        with pytest.raises(ConversationError, match="'prompt_source' is unknown"):
+            parse_record({"messages": CHAT, "prompt_source": value})
+    assert parse_record({"messages": CHAT, "prompt_source": "百科全书"}).messages == CHAT
+
+
+@pytest.mark.parametrize("key", ["label", "is_chosen", "is_preferred", "is_correct", "is_rejected", "is_bad"])
+def test_an_answer_that_is_not_wanted_is_refused_however_a_row_says_so(key):
+    wanted = key not in ("is_rejected", "is_bad")
+    for yes, no in [(True, False), (1, 0), ("true", "False"), ("1", "0")]:
+        good, bad = ({key: yes}, {key: no}) if wanted else ({key: no}, {key: yes})
+        assert parse_record({"messages": CHAT, **good}).messages == CHAT
+        assert parse_record({"messages": [CHAT[0], CHAT[1] | good]}).messages == CHAT
+        for row in ({"messages": CHAT, **bad}, {"messages": [CHAT[0], CHAT[1] | bad]}):
+            with pytest.raises(ConversationError, match=f"'{key}' .*changes the text or the mask"):
+                parse_record(row)
+
+
+def test_metadata_may_be_nested_as_deeply_as_json_may():
+    deep = json.loads("[" * 900 + "]" * 900)
+    for key in ("metadata", "source", "num_sources"):
+        assert parse_record({"messages": CHAT, key: deep}).messages == CHAT

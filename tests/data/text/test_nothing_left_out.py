@@ -277,3 +277,54 @@ def test_the_arguments_of_a_call_have_one_name_whoever_wrote_it(key):
     answer["tool_calls"] = [{"type": "function", "function": {"name": "add", key: {"a": 1}, "x": "LOST"}}]
     with pytest.raises(ConversationError, match="the key 'x' of one of 'tool_calls' is unknown"):
         parse_record({"messages": [USER, answer]})
+
+
+# ---- a template that cuts or rewrites a text --------------------------------------------------------------------
+
+LONG = "Count the days of June and then those of July.\nAnswer with their sum."
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+@pytest.mark.parametrize(
+    "shown,word",
+    [
+        ("m.content[:50]", "answer"),
+        ("m.content.split('\\n')[0]", "answer"),
+        ("m.content if 'June' not in m.content else ''", "count"),
+        ("m.content.split('Ju')[-1]", "count"),
+    ],
+)
+def test_a_template_that_cuts_a_text_by_what_it_says_is_refused(role, shown, word):
+    cut = renderer(
+        "{% for m in messages %}{{ m.role }}: "
+        f"{{{{ ({shown}) if m.role == '{role}' else m.content }}}}{{{{ '<|end|>' }}}}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+        "<|end|>",
+    )
+    messages = [{"role": "system", "content": "Be brief."}, USER]
+    chat = [message | ({"content": LONG} if message["role"] == role else {}) for message in messages]
+    for use in (lambda: cut.prompt(chat), lambda: cut.conversation([*chat, ANSWER])):
+        with pytest.raises(ConversationError, match=f"(?i)leaves out a part of the {role}'s text, with '{word}'"):
+            use()
+    assert cut.prompt(messages) and cut.conversation([*messages, ANSWER])
+
+
+def test_a_template_that_rewrites_a_text_or_reads_a_command_in_it_is_used():
+    other = renderer(
+        "{% for m in messages %}{{ m.role }}: "
+        "{{ m.content.replace('/no_think', '').replace('<image>', '').replace('\\n', ' ') | upper }}{{ '<|end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+        "<|end|>",
+    )
+    asked = [{"role": "system", "content": "/no_think"}, {"role": "user", "content": f"<image>{LONG} /no_think"}]
+    assert LONG.replace("\n", " ").upper() in other.tokenizer.decode(other.prompt(asked))
+
+
+def test_the_thoughts_of_an_earlier_answer_may_go():
+    silent = renderer(
+        "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] if m.role == 'assistant' else "
+        "m.content }}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+        "<|end|>",
+    )
+    thought = {"role": "assistant", "content": "<think>French it is.</think>Salut"}
+    assert "French" not in silent.tokenizer.decode(silent.prompt([USER, thought, USER]))

@@ -1,0 +1,40 @@
+"""Keys of rows and turns that change the text or the mask and that nothing reads, and their values that ask nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+TRAINED = ("trained", "train", "training", "weight", "loss")
+"""Keys of a turn that say whether it is trained on: true, false, 1 or 0."""
+
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files", "attachment", "attachments"}
+_MEDIA_FORM = re.compile(r"(\w+_)?(attachment|image|video|audio|photo|picture|screenshot)s?_urls?")
+_WANTED = {"label", "is_chosen", "is_preferred", "is_accepted", "is_correct", "is_good"}
+"""Keys that are true of an answer that is wanted; `label` is KTO's, and other datasets have names and numbers there."""
+_UNWANTED = {"is_rejected", "is_bad", "is_wrong", "is_incorrect"}
+_NOT_READ = _MEDIA | {"chosen", "rejected", "instructions", "history", "response_format", "input_ids", "token_ids"}
+_NOT_READ |= {"train_detail", "training_detail", "train_on_inputs", "mask", "loss_mask", "prefix"}
+_NOT_READ |= {"function_call", "refusal", "channel", "recipient"}
+
+_ASK_NOTHING: list[tuple[str, Any]] = [("prefix", False), ("train_on_inputs", False)]
+_ASK_NOTHING += [("channel", "final"), ("recipient", "all")]
+_ASK_NOTHING += [(key, True) for key in _WANTED] + [(key, False) for key in _UNWANTED]
+_FLAGS = {*TRAINED, *(key for key, _ in _ASK_NOTHING), "thinking", "enable_thinking"} - {"channel", "recipient"}
+_FLAG_TEXTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
+
+def flag(key: str, value: Any) -> Any:
+    """The value of a key that is true or false, also where a text says so, as in CSV; any other value as it is."""
+    return _FLAG_TEXTS.get(value.lower(), value) if key in _FLAGS and isinstance(value, str) else value
+
+
+def asks_nothing(key: str, value: Any) -> bool:
+    """Whether one of these keys changes nothing with this value. Example: `is_rejected` with false."""
+    return (key, value) in _ASK_NOTHING
+
+
+def is_refused(key: str, value: Any) -> bool:
+    """Whether a key with a value that asks for something changes the text or the mask in a way that nothing follows."""
+    unwanted = (key in _WANTED and value == 0) or (key in _UNWANTED and value == 1)  # false and true, too
+    return unwanted or key in _NOT_READ or _MEDIA_FORM.fullmatch(key) is not None
