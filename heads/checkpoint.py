@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,8 @@ def without_deleted_options(values: dict[str, Any]) -> dict[str, Any]:
 MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [lambda values: values, without_deleted_options]
 """Item v makes the settings of version v those of version v + 1. Version 0 differs by the missing number only."""
 
+
+logger = logging.getLogger(__name__)
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -207,8 +210,20 @@ def misfits(head: DraftHead, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _provenance(path: Path) -> dict[str, Any]:
+    """What a file says of where a head comes from; {} without one and, with a line in the log, of a damaged one."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # says where a head comes from; it decodes without
+        if isinstance(known, dict):
+            return known
+        found = f"it holds a {type(known).__name__}"
+    except FileNotFoundError:
         return {}
-    return known if isinstance(known, dict) else {}
+    except (OSError, ValueError) as error:
+        found = str(error)
+    logger.warning(
+        "%s must be a JSON object; %s: so nothing is known of the head's training, adapter and licence; copy the file "
+        "anew",
+        path,
+        found,
+    )
+    return {}

@@ -21,6 +21,7 @@ from transformers import (
     GenerationMixin,
     LogitNormalization,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -75,7 +76,10 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
             if id(model) not in engines:
                 with TRYING:  # another thread may be making its target
                     engines[id(model)] = DecodingEngine(TARGET_OF.get(id(model)) or Target(model), drafter)
-            engine, most = engines[id(model)], generation_config.max_length - input_ids.shape[1]
+            # the limit comes as a criterion too: the user's, where one is given, in place of the settings'
+            limits = [one.max_length for one in stopping_criteria if type(one) is MaxLengthCriteria]
+            most = min(limits, default=generation_config.max_length) - input_ids.shape[1]
+            engine = engines[id(model)]
 
             def answer(row: int, most: int, stop: Callable[[list[int]], int | None] | None) -> list[int]:
                 settings = GenerationSettings(most, ends, stop=stop, processors=processors, **draws[row])

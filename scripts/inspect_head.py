@@ -71,22 +71,25 @@ def fits(made_for: dict[str, Any], target: dict[str, Any]) -> str:
     names = [name for name in (*FIELDS, "constants") if name in made_for and name in target]
     different = compared(*({name: known[name] for name in names} for known in (made_for, target)))
     told = {name: f"{name} {made!r} against {own!r}" for name, made, own in different}
-    others = [line for name, line in told.items() if name in FIELDS]
+    others = [line for name, line in told.items() if name in FIELDS and name != "chat_template_hash"]
     if others:
         return "no: " + "; ".join(others)
+    if list(told) == ["chat_template_hash"]:
+        return f"no, or if its weights are others, yes, as on a fine-tune: {told['chat_template_hash']}"
     return "yes, as on a fine-tune: " + "; ".join(told.values()) if told else "yes"
 
 
 def trained(known: dict[str, Any]) -> list[tuple[str, str]]:
     """What its provenance says of the training."""
     if not known:
-        return [("training", f"unknown: there is no {PROVENANCE}")]
+        return [("training", f"unknown: no {PROVENANCE} says it")]
     if "imported_from" in known:
         return [("training", f"unknown: read from {known['imported_from']}")]
+    commits = dict.fromkeys(str(one.get("git_commit", "unknown")) for one in known.get("programs") or [known])
     figures = [f"{measured(name)}: {figure(value)}" for name, value in known.get("metrics", {}).items()]
     return [
         ("command", known.get("command", "unknown")),
-        ("trained", f"{trained_for(known)}, commit {known.get('git_commit', 'unknown')}"),
+        ("trained", f"{trained_for(known)}, commit {', then '.join(commits)}"),
         ("data", trained_on(known) or "unknown"),
         ("measured", ", ".join(figures) or "nothing"),
     ]

@@ -21,6 +21,7 @@ from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.evaluation.replay import replay
 from draft_heads.inference.target.target import Target
 from draft_heads.train.checkpoints import how_to_resume
+from draft_heads.train.inherited import BY_METRIC
 from draft_heads.train.log import row_names
 
 Trainer = Any  # a `trainer.DraftHeadTrainer`, whose module imports this one
@@ -69,9 +70,12 @@ def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, f
         )
         sound = all(bool(parameter.isfinite().all()) for parameter in head.parameters())
         if not (trainer.trained and sound):
+            args = trainer.args
+            decides = args.load_best_model_at_end or args.save_strategy == "best" or args.lr_scheduler_type in BY_METRIC
+            without = f"{how_to_resume(Path(args.output_dir or ''))}, with --eval_strategy no for --eval_steps; or "
             raise ValueError(
-                f"{told}; {how_to_resume(Path(trainer.args.output_dir or ''))}, with --eval_strategy no to the end; or "
-                "begin anew (--overwrite) with a lower --learning_rate, another --target_dtype or without those rows"
+                f"{told}; {'' if decides else without}begin anew (--overwrite) with a lower --learning_rate, another "
+                "--target_dtype or without those rows"
             )
         if trainer.args.process_index == 0:
             print(f"warning: {told}; the head is exported without it", flush=True)

@@ -363,7 +363,7 @@ def change_of_program(programs: list[dict[str, Any]]) -> str:
     before, now = ({**one, **one.get("packages", {})} for one in ([{}, *programs])[-2:])
     named = [name for name in now if name not in ("from_step", "packages") and now[name] != before.get(name)]
     changed = "; ".join(f"{name} was {before.get(name, 'not recorded')}, now {now[name]}" for name in named)
-    return f"steps after {now['from_step']} are this program's, which provenance.json tells apart: {changed}"
+    return f"any step after {now['from_step']} is this program's, which provenance.json tells apart: {changed}"
 
 
 def _git_commit() -> str:

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import EosTokenCriteria, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
@@ -82,3 +89,12 @@ def test_criteria_that_may_see_a_whole_batch_are_refused(model):
     criteria = StoppingCriteriaList([FirstOfAll(), EosTokenCriteria(3)])
     expected = run(model, stopping_criteria=criteria)
     assert torch.equal(run(model, generate_fn(VanillaDrafter()), stopping_criteria=criteria), expected)
+
+
+@pytest.mark.parametrize("lengths", [[30], [5], [30, 9]])
+@pytest.mark.parametrize("settings", [{}, {"max_new_tokens": 7}])
+def test_a_limit_given_as_a_criterion_takes_the_place_of_the_settings(model, lengths, settings):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(len(PROMPT) + length) for length in lengths])
+    expected = run(model, stopping_criteria=criteria, **settings)
+    assert expected.shape[1] == len(PROMPT) + min(lengths)
+    assert torch.equal(run(model, generate_fn(NgramDrafter()), stopping_criteria=criteria, **settings), expected)

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 import sys
 
 from draft_heads.configs.command_line import exit_status
 
 import pytest
 
+from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.ctc import CTCConfig, CTCHead
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draft_heads.heads.medusa import MedusaConfig, MedusaHead
@@ -76,18 +78,47 @@ def test_a_target_that_computes_otherwise_fits_as_a_fine_tune(tmp_path, monkeypa
     other = {**known, "constants": {**known["constants"], "rms_norm_eps": 0.5}}
     disturbed(MedusaHead, MedusaConfig, target_fingerprint=other).save_pretrained(tmp_path, {})
     _, text = told(monkeypatch, capsys, tmp_path, "--target", "tests/tiny_target")
-    assert "yes, as on a fine-tune: constants.rms_norm_eps 0.5 against" in " ".join(text.replace("│", " ").split())
+    assert "yes, as on a fine-tune: constants.rms_norm_eps 0.5 against" in text
 
 
-def test_heads_without_a_history_are_told_of_too(tmp_path, monkeypatch, capsys):
+def test_heads_without_a_history_are_told_of_too(tmp_path, monkeypatch, capsys, caplog):
     disturbed(MedusaHead, MedusaConfig).save_pretrained(tmp_path, {"imported_from": "elsewhere"})
     assert "read from elsewhere" in told(monkeypatch, capsys, tmp_path)[1]
     (tmp_path / "provenance.json").unlink()
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "target_fingerprint": {}}))
-    assert "there is no provenance.json" in told(monkeypatch, capsys, tmp_path, "--target", "tests/tiny_target")[1]
+    assert "no provenance.json says it" in told(monkeypatch, capsys, tmp_path, "--target", "tests/tiny_target")[1]
+    (tmp_path / "provenance.json").write_text('{"command": "python tr')
+    text = told(monkeypatch, capsys, tmp_path)[1]
+    assert "no provenance.json says it" in text
+    assert "provenance.json must be a JSON object; Unterminated" in caplog.text
     status, text = told(monkeypatch, capsys, tmp_path / "missing")
     assert status != 0 and "does not exist" in text
+
+
+def test_each_commit_that_trained_a_head_is_told(tmp_path, monkeypatch, capsys):
+    programs = [{"from_step": step, "git_commit": commit} for step, commit in enumerate(["aaa", "bbb", "bbb", "abc"])]
+    disturbed(MedusaHead, MedusaConfig).save_pretrained(tmp_path, PROVENANCE | {"programs": programs})
+    assert "commit aaa, then bbb, then abc" in told(monkeypatch, capsys, tmp_path)[1]
+
+
+@pytest.mark.parametrize("settings,fits", [({}, "no, or if"), ({"rms_norm_eps": 2e-5}, "yes, as on a fine-tune")])
+def test_another_chat_template_fits_with_other_weights_alone_as_when_the_head_is_loaded(
+    tmp_path, monkeypatch, capsys, settings, fits
+):
+    shutil.copytree("tests/tiny_target", tmp_path / "target")
+    made_for = Target.from_pretrained(str(tmp_path / "target"), device="cpu").fingerprint()
+    disturbed(MedusaHead, MedusaConfig, target_fingerprint=made_for).save_pretrained(tmp_path / "head", {})
+    config = tmp_path / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    other = Target.from_pretrained(str(tmp_path / "target"), device="cpu", chat_template="vicuna")
+    asked = "--target", tmp_path / "target", "--chat_template", "vicuna"
+    assert f"fits the target │ {fits}" in told(monkeypatch, capsys, tmp_path / "head", *asked)[1]
+    if settings:
+        load_head(str(tmp_path / "head"), other.fingerprint())
+    else:
+        with pytest.raises(ValueError, match="another chat template"):
+            load_head(str(tmp_path / "head"), other.fingerprint())
 
 
 def test_only_formats_that_hold_the_head_are_named(tmp_path, monkeypatch, capsys):
@@ -111,7 +142,9 @@ def test_a_head_fits_the_target_with_the_adapter_whose_chat_template_it_was_trai
     known = {"options": {"target_adapter": str(adapter)}}
     disturbed(MedusaHead, MedusaConfig, target_fingerprint=target.fingerprint()).save_pretrained(head, known)
     text = told(monkeypatch, capsys, head, "--target", "tests/tiny_target")[1]
-    assert "no: chat_template_hash" in text and str(adapter) in text
+    assert (
+        "no, or if its weights are others, yes, as on a fine-tune: chat_template_hash" in text and str(adapter) in text
+    )
     asked = "--target", "tests/tiny_target", "--target_adapter", adapter
     assert "fits the target │ yes" in told(monkeypatch, capsys, head, *asked)[1]
 

@@ -276,11 +276,20 @@ def test_a_held_out_loss_that_is_no_number_ends_training_and_names_the_rows(data
     rows = ", ".join(held_out[row]["id"] for row in (4, 5, 6, 7))  # the second batch of four
     assert (
         status == 1
-        and f"must be a finite number; after step 2 it is nan, first in a batch of the rows {rows}; no" in told
-    )
+        and f"must be a finite number; after step 2 it is nan, first in a batch of the rows {rows}; begin anew ("
+        in told
+    )  # patience counts evaluations: to go on without them is refused
     assert not (tmp_path / "run" / "head").exists()
-    status, told = run(dataset, tmp_path / "no", "--eval_strategy", "no", kind="medusa")
-    assert status == 0 and "the head is exported without it" in told and (tmp_path / "no" / "head").exists()
+    words = command(dataset, tmp_path / "run", *shlex.split("--eval_strategy steps --eval_steps 4"), kind="medusa")
+    status, told = run_script(*words, "--overwrite")
+    assert status == 1 and "resumes there, with --eval_strategy no for --eval_steps; or begin" in told
+    status, told = run(dataset, tmp_path / "run", "--eval_strategy", "no", kind="medusa")
+    assert (
+        status == 0
+        and "resuming" in told
+        and "the head is exported without it" in told
+        and (tmp_path / "run" / "head").exists()
+    )
 
 
 def test_the_rows_of_the_simulation_are_told_where_fewer_are_held_out(dataset, tmp_path):
