@@ -134,7 +134,7 @@ def split_held_out(dataset: datasets.Dataset, rows: int, seed: int = 0) -> tuple
     cut = next((i for i in starts if i >= rows), starts[-1])
     if rows and not cut:
         raise ValueError(
-            f"rows of one {tied} are held out together; all {len(dataset)} have the same; lower the number to 0"
+            f"rows of one {tied} are held out together; all {len(dataset)} have the same; add rows of others"
         )
     if cut != rows and Processes.current().rank == 0:
         logger.warning("%d rows are held out, not %d: rows of one %s stay together", cut, rows, tied)

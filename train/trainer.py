@@ -114,7 +114,7 @@ class DraftHeadTrainer(Trainer):
     def start_head(self, rows: int = 8) -> None:
         """Give the head the start values that depend on the target, from a few rows of the training data.
 
-        Raises ValueError if no row has a token to train on after a base token.
+        Raises ValueError if no row has a token to train on after a base token, or none a window for this head.
         """
         order = torch.randperm(len(self.train_dataset), generator=torch.Generator().manual_seed(0))  # not by length
         any_row = map(self.train_dataset.__getitem__, order.tolist())
@@ -124,12 +124,25 @@ class DraftHeadTrainer(Trainer):
                 f"training needs rows with an answer of two tokens or more within --max_length {self.longest}; none "
                 f"of {len(self.train_dataset):,} has one; raise it, or distil longer answers"
             )
+        self._check_windows(order.tolist(), rows)
         batch = self.data_collator(first)
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
         states = self.target.states_of(batch, self.model.config.target_layers)
         hidden, *aux_hidden = (values[batch["mask"]] for values in states.values())
         with self.target.whole_layers():
             self.model.to(self.target.device).start_from(hidden, self.view, *aux_hidden)
+
+    def _check_windows(self, order: list[int], rows: int) -> None:
+        """ValueError if no row has a window; asked of `rows` at a time, so that data with windows are hardly read."""
+        for start in range(0, len(order), rows):
+            batch = self.data_collator([self.train_dataset[row] for row in order[start : start + rows]])
+            if self.model.count_windows(**{name: value for name, value in batch.items() if "hidden" not in name}):
+                return
+        raise ValueError(
+            f"training needs windows of labels; {self.model.config.title} found none in {len(order):,} rows within "
+            f"--max_length {self.longest}; distil with --labels generate, so that the text is the target's own, or "
+            "longer answers"
+        )
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from the minutes and the sum of losses in a checkpoint's marker."""

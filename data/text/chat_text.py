@@ -14,12 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.data.text.chat_template import template_source, template_variables
 from draft_heads.data.text.marks import PLACEHOLDER, marked, marked_calls, marked_names
 from draft_heads.data.text.template_probe import QUESTION, Messages, TemplateProbe, as_parts, roles_of_parts
+from draft_heads.data.text.thoughts import MARKS
 
 Extra = Mapping[str, Any] | None
 """What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
 
 _OF_A_RESULT = ("tool_call_id", "name")  # name the call that a tool's turn answers; templates may do without
 
+_OF_THOUGHTS = frozenset({*MARKS, *MARKS.values()})
 _GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
@@ -157,7 +159,7 @@ class ChatText:
             role = mapping.get("role")
             if role == "assistant" and not answers:
                 continue
-            control = self._control if role == "assistant" else self._control | self._in_source
+            control = self._control - _OF_THOUGHTS if role == "assistant" else self._control | self._in_source
             for text in _texts({key: value for key, value in mapping.items() if key != "role"}):
                 if found := next((token for token in control if token in text), None):
                     raise ControlTokenError(
@@ -384,9 +386,9 @@ def _lost_word(text: str, part: str) -> str | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a value of JSON, keys left out."""
+    """The texts in a value of JSON, keys too: tools and calls have names of parameters there."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
+        for item in (*value, *value.values()) if isinstance(value, Mapping) else value:
             yield from _texts(item)

@@ -35,6 +35,7 @@ from draft_heads.data.text.marks import PLACEHOLDER, marked_calls
 from draft_heads.data.text.template_probe import Messages
 from draft_heads.data.text.token_spans import (
     Turn,
+    between_blocks,
     common_prefix,
     common_suffix,
     end_between,
@@ -154,7 +155,8 @@ class ChatRenderer(ChatText):
                         "template closes it with no end token of the target; name that token as eos_token_id in its "
                         "generation_config.json, mark the turn with {% generation %}, or give it weight 0"
                     )
-                mask[first:last] = [True] * (last - first)
+                holes = between_blocks(first, last, marked) if marked else ()
+                mask[first:last] = [i not in holes for i in range(first, last)]
         enclosed = mask if marked is None else [trained or mark for trained, mark in zip(mask, marked)]
         if all(enclosed) or not any(mask):
             found = "no token" if not any(mask) else "every token"

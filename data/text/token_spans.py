@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -55,6 +56,15 @@ def part_in_block(
     return first if from_start else begin, last if to_end else end + 1
 
 
+def between_blocks(first: int, last: int, marked: list[bool]) -> set[int]:
+    """Of the tokens [first, last) of a turn with several blocks those that stand between two of them.
+
+    Example: 2 of the tokens [0, 5) of which the blocks enclose 1 and 3.
+    """
+    inside = [i for i in range(first, last) if marked[i]]
+    return {i for i in range(inside[0], inside[-1]) if not marked[i]} if inside else set()
+
+
 def first_token(offsets: list[tuple[int, int]], start: int) -> int:
     """The first token that begins at or after character `start`."""
     return next((i for i, (begin, _) in enumerate(offsets) if begin >= start), len(offsets))
@@ -102,4 +112,4 @@ def left_out(answer: str, shown: str) -> int:
     Example, `<think> a </think> b c` in `bc<|im_end|>`: 16.
     """
     words = packed(answer)
-    return next(count for count in range(len(words) + 1) if words[count:] in shown)
+    return bisect_left(range(len(words) + 1), True, key=lambda count: words[count:] in shown)

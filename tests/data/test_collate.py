@@ -104,7 +104,7 @@ def test_rows_of_one_id_are_on_one_side(rows):
     dataset = datasets.Dataset.from_dict({"id": [f"c{i % 5}" for i in range(10)]})
     train, held = split_held_out(dataset, rows=rows)
     assert not set(ids_of(train)) & set(ids_of(held)) and len(held) == 2 * -(-rows // 2)
-    with pytest.raises(ValueError, match="all 4 have the same; lower the number to 0"):
+    with pytest.raises(ValueError, match="all 4 have the same; add rows of others"):
         split_held_out(datasets.Dataset.from_dict({"id": ["a"] * 4}), rows=1)
 
 

@@ -229,6 +229,18 @@ def test_rows_without_an_answer_in_their_part_are_not_trained_on(dataset, tmp_pa
     assert status != 0 and "an answer of two tokens or more within --max_length 8; none of 40 has one; raise it" in told
 
 
+def test_a_head_that_finds_no_window_in_any_row_is_not_trained(distil, tmp_path):
+    """Of words that the target never says, a head that does not read the base token learns nothing, others do."""
+    said = {"from": "gpt", "value": "Qx zv qj wq vz jx kq zx"}
+    rows = [{"conversations": [{"from": "human", "value": f"Hi {n}"}, said]} for n in range(20)]
+    foreign = distil(tmp_path / "foreign", rows=rows)
+    status, told = run(foreign, tmp_path / "medusa", kind="medusa")
+    assert status != 0 and "Medusa heads found none in 12 rows within --max_length" in told and "generate" in told
+    assert not (tmp_path / "medusa" / "head").exists()
+    status, told = run(foreign, tmp_path / "hydra", "--max_steps", "1", kind="hydra")
+    assert status == 0, told
+
+
 def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
     other = tmp_path / "dataset"
     shutil.copytree(dataset, other)

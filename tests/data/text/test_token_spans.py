@@ -1,0 +1,79 @@
+"""Where parts of an answer begin and end, against counting one by one."""
+
+import random
+
+import pytest
+
+from draft_heads.data.text.chat_text import ControlTokenError
+from draft_heads.data.text.rendering import ChatRenderer
+from draft_heads.data.text.token_spans import between_blocks, left_out
+from tests.tiny_chat import byte_tokenizer
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Salut"}
+
+
+def test_what_must_go_from_an_answers_start_is_the_least_that_leaves_the_rest_shown():
+    draw = random.Random(0)
+    for _ in range(300):
+        answer = "".join(draw.choices("ab \n", k=draw.randrange(9)))
+        shown = "".join(draw.choices("ab", k=draw.randrange(9)))
+        words = answer.replace(" ", "").replace("\n", "")
+        least = min(count for count in range(len(words) + 1) if words[count:] in shown)
+        assert left_out(answer, shown) == least
+
+
+def test_what_stands_between_two_blocks_of_a_turn_is_not_trained_on():
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '[A]' }}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{{ ' (shown by the server) ' }}{% generation %}{{ 'Bye' + eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '[A]' }}{% endif %}"
+    )
+    chat = [USER, ANSWER, USER, ANSWER]
+    own = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = ChatRenderer(tokenizer, [tokenizer.eos_token_id]).conversation(chat)
+    assert (ids, [int(trained) for trained in mask]) == (own["input_ids"], own["assistant_masks"])
+    assert between_blocks(0, 5, [False, True, False, True, False]) == {2}
+    assert between_blocks(0, 3, [False] * 3) == set()
+
+
+def special(tokenizer, *tokens):
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
+    return ChatRenderer(tokenizer, [tokenizer.eos_token_id])
+
+
+def test_a_control_token_as_the_name_of_a_parameter_is_one_in_someones_text():
+    renderer = special(
+        byte_tokenizer(
+            "{{ tools | tojson if tools }}{% for m in messages %}{{ '<|start|>' + m.role + m.content + eos_token }}"
+            "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+        ),
+        "<|start|>",
+    )
+    for name in ("<|start|>", "a"):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {name: {}}}}}]
+        if name == "a":
+            assert renderer.prompt([USER], {"tools": tools})
+            continue
+        with pytest.raises(ControlTokenError, match=r"'<\|start\|>' in 'tools'"):
+            renderer.prompt([USER], {"tools": tools})
+
+
+@pytest.mark.parametrize("default", ["Think between <think> and </think>. ", ""], ids=["quoted", "not"])
+def test_the_marks_of_a_recorded_thought_are_no_control_tokens(default):
+    """Special tokens too, which the template quotes, or writes around an empty thought."""
+    renderer = special(
+        byte_tokenizer(
+            f"{{{{ '{default}' }}}}"
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|a|>' }}"
+            "{{ m.content if '<think>' in m.content else '<think></think>' + m.content }}"
+            "{% else %}{{ '<|u|>' + m.content }}{% endif %}{{ eos_token }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|a|>' }}{% endif %}"
+        ),
+        *("<think>", "</think>", "<|a|>", "<|u|>"),
+    )
+    thought = {"role": "assistant", "content": "<think>French.</think>Salut"}
+    trained = [token for token, kept in zip(*renderer.conversation([USER, thought])) if kept]
+    assert renderer.tokenizer.decode(trained) == thought["content"] + renderer.tokenizer.eos_token
+    for message in (USER | {"content": "What is <think>?"}, ANSWER | {"content": "<|u|> is it."}):
+        with pytest.raises(ControlTokenError):
+            renderer.conversation([message, ANSWER] if message["role"] == "user" else [USER, message])
