@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from draft_heads.data.common.files import write_text
+from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.evaluation import carried_over
@@ -250,7 +251,8 @@ def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path) -> dict[
         return {}
     options = {name: value for name, value in inputs.decoding.items() if name in PASSED_ON and name != "attention"}
     held_out = [accuracy.provenance_of(folder).get("options", {}).get("held_out") for folder in heads.values()]
-    options["rows"] = min(rows for rows in (inputs.rows or accuracy.ROWS, *held_out) if rows)
+    there = sum(len(load_distilled(folder).dataset) for folder in inputs.dataset)  # one is left to train on
+    options["rows"] = min(rows for rows in (inputs.rows or accuracy.ROWS, *held_out, there - 1) if rows)
     made_from = loaded_from(options, inputs)
     made_from["heads"] = {name: content_of(folder) for name, folder in heads.items()}
     made_from["dataset"] = [content_of(Path(folder) / "manifest.json") for folder in inputs.dataset]
@@ -293,6 +295,8 @@ def write_study(
     for folder in dict.fromkeys(decodings):
         report = json.loads((output / folder / "report.json").read_text(encoding="utf-8"))
         notes += [note for note in carried_over.notes(report["carried_over"]) if note not in notes]
+        if (plain := report["settings"]["plain_loop"]) != "vanilla":
+            notes.append(f"γ of {folder} is over {plain}, the faster of its loops without drafts.")
     if tiny:
         notes.insert(0, "This is the tiny form: its figures mean nothing.")
     parts: list[str] = [f"# {study.title}", study_table(study, measured, target), *notes, *study.notes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +13,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.text.chat_template import template_source, template_variables
-from draft_heads.data.text.marks import PLACEHOLDER, marked, marked_calls, marked_names
+from draft_heads.data.text.marks import PLACEHOLDER, lost_word, marked, marked_calls, marked_names, without_a_place
 from draft_heads.data.text.template_probe import QUESTION, Messages, TemplateProbe, as_parts, roles_of_parts
 from draft_heads.data.text.thoughts import MARKS
 
@@ -299,6 +300,12 @@ class ChatText:
         """The further arguments; ConversationError for a name that is `apply_chat_template`'s own."""
         if not extra:
             return {}
+        if extra.get("tools") and self._of_tools_differs:
+            raise ConversationError(
+                f"one chat template marks and ends the turns of all conversations; {self.tokenizer.name_or_path!r} has "
+                "another for those with tools (tool_use), which does it otherwise; pass the one that is meant as "
+                "chat_template"
+            )
         own = set(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"tools", "documents", "kwargs"}
         if taken := own & set(extra):
             raise ConversationError(
@@ -306,6 +313,20 @@ class ChatText:
                 f"{', '.join(sorted(taken))}; leave it out"
             )
         return dict(extra)
+
+    @cached_property
+    def _of_tools_differs(self) -> bool:
+        """Whether the tokenizer's template for tools ends or marks turns or takes texts otherwise than its default one,
+        which was looked through."""
+        templates = self.tokenizer.chat_template
+        if not isinstance(templates, dict) or "tool_use" not in templates:
+            return False
+        other = copy(self.tokenizer)
+        other.chat_template = templates["tool_use"]
+        of_tools = ChatText(other, self._end_token_ids)
+        same_ends = of_tools.probe.closing in (None, self.probe.closing)
+        forms = [(one.has_generation_block, one._parts) for one in (self, of_tools)]
+        return not same_ends or forms[0] != forms[1]
 
     def _check_shown(self, text: str, messages: Messages, extra: Extra, add_generation_prompt: bool) -> None:
         """ConversationError where `text`, the rendering of `messages`, leaves out the text of a message.
@@ -322,16 +343,16 @@ class ChatText:
         trained = set() if add_generation_prompt else answers
         sought = [n for n in texts if messages[n]["role"] != "tool" and n not in trained]
         form = (add_generation_prompt, *(extra or ()), *((m["role"], n in trained, *m) for n, m in enumerate(messages)))
-        missing = unplaced = _without_a_place(text, texts).intersection(sought)
+        missing = unplaced = without_a_place(text, texts).intersection(sought)
         if not missing and form not in self._forms_shown:
             words = {n: f"{self._placeholder(messages)}{n}." for n in sought}
             others = [{**m, "content": words[n]} if n in words else m for n, m in enumerate(messages)]
-            missing = _without_a_place(self.text(others, add_generation_prompt, extra), words)
+            missing = without_a_place(self.text(others, add_generation_prompt, extra), words)
         for number in sought if missing else ():
             self.check_text_shown(messages, number, extra, add_generation_prompt)
         for number in sorted(unplaced):  # rewritten, or cut
             role = messages[number]["role"]
-            word = None if role == "assistant" else _lost_word(text.casefold(), texts[number])  # thoughts may go
+            word = None if role == "assistant" else lost_word(text.casefold(), texts[number])  # thoughts may go
             if word:
                 raise ConversationError(
                     f"the chat template leaves out a part of the {role}'s text, with {word!r:.40} "
@@ -365,24 +386,6 @@ class ChatText:
         while any(placeholder in str(message.get("content")) for message in messages):
             placeholder += "X"
         return placeholder
-
-
-def _without_a_place(text: str, parts: Mapping[int, str]) -> set[int]:
-    """The keys of the `parts` that do not stand in `text`, beside each other."""
-    missing = set()
-    for number in sorted(parts, key=lambda number: len(parts[number]), reverse=True):
-        before, found, after = text.partition(parts[number])
-        text = f"{before}\0{after}"
-        if not found:
-            missing.add(number)
-    return missing
-
-
-def _lost_word(text: str, part: str) -> str | None:
-    """The first word of `part` that `text`, in small letters, has not; tags and commands (`/no_think`) are for the
-    template itself."""
-    words = re.findall(r"\w+", re.sub(r"(?<!\S)/\w+|<[^<>\s]+>", " ", part))
-    return next((word for word in words if word.casefold() not in text), None)
 
 
 def _texts(value: Any) -> Iterator[str]:

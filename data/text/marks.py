@@ -1,7 +1,9 @@
-"""Texts that are nowhere else, in place of those that a chat template may render: they show what it reads."""
+"""What of its input a chat template renders: which texts have a place in a rendering, also texts that are nowhere else,
+in place of those of the input."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,3 +54,21 @@ def marked_calls(calls: Sequence[Any], marks: dict[str, str], names: bool = True
             changed = {**changed, "arguments": {**arguments, mark: mark}}
         found.append({**call, "function": changed} if "function" in call else changed)
     return found
+
+
+def without_a_place(text: str, parts: Mapping[int, str]) -> set[int]:
+    """The keys of the `parts` that do not stand in `text`, beside each other."""
+    missing = set()
+    for number in sorted(parts, key=lambda number: len(parts[number]), reverse=True):
+        before, found, after = text.partition(parts[number])
+        text = f"{before}\0{after}"
+        if not found:
+            missing.add(number)
+    return missing
+
+
+def lost_word(text: str, part: str) -> str | None:
+    """The first word of `part` that `text`, in small letters, has not; tags and commands (`/no_think`) are for the
+    template itself."""
+    words = re.findall(r"\w+", re.sub(r"(?<!\S)/\w+|<[^<>\s]+>", " ", part))
+    return next((word for word in words if word.casefold() not in text), None)

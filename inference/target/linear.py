@@ -37,14 +37,19 @@ class MergedLinear:
         """copy: hold column blocks beside the Linears; otherwise they become views of the merged weight."""
         weights = [linear.weight.detach() for linear in linears]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        biases = [linear.bias for linear in linears]
+        bias = None
+        if any(one is not None for one in biases):
+            parts = zip(biases, weights)
+            bias = torch.cat([w.new_zeros(len(w)) if one is None else one.detach() for one, w in parts])
         if copy:
             return cls(weights, bias, library.column_blocks(weight))
         sizes = [len(one) for one in weights]
         for linear, rows in zip(linears, weight.split(sizes)):
             linear.weight.data = rows
-        for linear, part in zip(linears, () if bias is None else bias.split(sizes)):
-            linear.bias.data = part
+        for own, part in zip(biases, () if bias is None else bias.split(sizes)):
+            if own is not None:
+                own.data = part
         return cls([weight], bias)
 
     def __call__(self, x: Tensor) -> Tensor:

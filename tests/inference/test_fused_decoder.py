@@ -61,11 +61,11 @@ def test_it_equals_the_modules_before_and_after_the_merge(name, dtype, tolerance
     assert torch.allclose(before, after, atol=tolerance)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [(False,) * 3, (True,) * 3, (True, False, False), (False, True, True)], ids=str)
 @pytest.mark.parametrize("copy", [False, True])
 def test_a_merged_linear_is_its_linears_side_by_side_for_any_number_of_rows(copy, bias):
     torch.manual_seed(0)
-    linears = [torch.nn.Linear(24, size, bias) for size in (40, 8, 9)]
+    linears = [torch.nn.Linear(24, size, own) for size, own in zip((40, 8, 9), bias)]
     assert linear.library.load_library()  # as `copy_pays` does before anything is copied
     merged = MergedLinear.of(linears, copy)
     assert (merged.blocks is not None) == copy and merged.weights[0].shape[1] == 24

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,3 +150,24 @@ def test_results_of_something_else_are_not_taken_over(tmp_path):
     (tmp_path / "made_from.json").unlink()
     with pytest.raises(ValueError, match="add --overwrite"):
         must_be_made(tmp_path, "report.json", {"limit": 4}, overwrite=False)
+
+
+@pytest.mark.parametrize("rows,asked", [(5, 4), (64, 63), (65, 64), (900, 64)])
+def test_accuracy_is_measured_on_rows_that_are_there(tmp_path, monkeypatch, rows, asked):
+    """One is left to train on, as study.py has no option for them."""
+    commands = []
+
+    def accuracy(words):
+        commands.append(words)
+        (tmp_path / "out" / "accuracy.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(measure_study.accuracy, "main", accuracy)
+    monkeypatch.setattr(
+        measure_study, "load_distilled", lambda folder: SimpleNamespace(dataset=range(rows if folder == "d" else 0))
+    )
+    monkeypatch.setattr(measure_study, "content_of", str)
+    (tmp_path / "out").mkdir()
+    inputs = measure_study.Inputs("t", {}, {}, None, {}, dataset=["d", "e"])
+    measure_study.accuracies({"medusa": tmp_path}, inputs, tmp_path / "out")
+    assert commands[0][commands[0].index("--rows") + 1] == str(asked)

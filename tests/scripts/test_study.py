@@ -298,6 +298,14 @@ def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
     content = json.loads((tmp_path / "out" / "mine" / "study.json").read_text())
     assert content["rows"][0]["values"] == {"GSM8K β": None, "γ": 1.0, "β": 1.0}
     assert content["published"] == {"Vicuna-7B": {"Vanilla": {"GSM8K β": None, "γ": 1, "β": 1}}}
+    assert "γ of" not in made
+    report = tmp_path / "out/mine/plain_mt_bench/report.json"
+    report.write_text(report.read_text().replace('"plain_loop": "vanilla"', '"plain_loop": "transformers"'))
+    assert script.main([own, *options]) == 0
+    assert (
+        "γ of plain_mt_bench is over transformers, the faster of its loops"
+        in (tmp_path / "out" / "mine" / "study.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(

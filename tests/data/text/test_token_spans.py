@@ -77,3 +77,39 @@ def test_the_marks_of_a_recorded_thought_are_no_control_tokens(default):
     for message in (USER | {"content": "What is <think>?"}, ANSWER | {"content": "<|u|> is it."}):
         with pytest.raises(ControlTokenError):
             renderer.conversation([message, ANSWER] if message["role"] == "user" else [USER, message])
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    "form,good",
+    [
+        ("{{ tools | tojson }}" + CHATML, True),
+        ("{{ tools | tojson }}" + CHATML.replace("<|im_end|>", "<|eot|>"), False),
+        ("{{ tools | tojson }}" + CHATML.replace("m.content", "m.content[0].text"), False),
+        (
+            "{{ tools | tojson }}"
+            + CHATML.replace("{{ '<|im_start|>' + m.role", "{% generation %}{{ '<|im_start|>' + m.role").replace(
+                "{% endfor %}", "{% endgeneration %}{% endfor %}"
+            ),
+            False,
+        ),
+    ],
+    ids=["same", "end", "parts", "block"],
+)
+def test_a_template_of_its_own_for_tools_has_the_form_of_the_default_one(form, good):
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": form}
+    renderer = special(tokenizer, "<|im_start|>", "<|im_end|>", "<|eot|>")
+    assert renderer.conversation([USER, ANSWER])
+    if good:
+        assert '"name": "f"' in tokenizer.decode(renderer.conversation([USER, ANSWER], {"tools": TOOLS})[0])
+        return
+    for use in (renderer.conversation, renderer.prompt):
+        with pytest.raises(ValueError, match="has another for those with tools"):
+            use([USER, ANSWER] if use == renderer.conversation else [USER], {"tools": TOOLS})
