@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.labels.loops import IncrementalStop
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter, check_vocabulary
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
@@ -100,6 +101,7 @@ class BatchEngine:
         """
         self.check_kept_layers(target_layers)
         if prompts:
+            prompts = [checked_ids(self.target, prompt) for prompt in prompts]
             limits = [room(self.target, len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
             longest = max(map(sum, zip(map(len, prompts), limits)))
             run = BatchRun(self.target, self.drafter, settings, longest, keep_states, target_layers)
@@ -179,8 +181,9 @@ class BatchRun:
         self._end = torch.zeros(drafter.slots, dtype=torch.long, device=target.device)
         self._base = torch.zeros_like(self._end)
         self._drafting = "draft" if drafter.max_nodes else "other"
+        self._owner = object()
         for member in drafter.members():
-            member.drafts_for = object()  # no text of a `DecodingEngine` goes on with it
+            member.drafts_for = self._owner
 
     def answers(self, prompts: Sequence[list[int]], limits: Sequence[int], shrinks: bool = False) -> Iterator[Ended]:
         """The answers to all prompts, as they end; shrinks: without drafts, slots that nobody waits for go."""
@@ -230,6 +233,11 @@ class BatchRun:
     def _step(self) -> list[Ended]:
         """One draft and one target forward for all; slots whose texts end become None."""
         cache, drafter = self._cache, self.drafter
+        if any(one.drafts_for is not self._owner for one in drafter.members()):
+            raise RuntimeError(
+                "a drafter drafts for one batch at a time; another engine or batch began with this one's before it had "
+                "ended; take all answers first, or give each its own drafter"
+            )
         cache.bound = max(slot.committed for slot in self.slots if slot is not None)
         visible = cache.set_visible_length(1 + max(drafter.max_depth, drafter.max_nodes))
         drafter.set_visible_length(visible)

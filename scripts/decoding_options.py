@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from draft_heads.configs.command_line import OptionParser, parse_with_config
 
@@ -182,9 +183,12 @@ def configure_target(target: Target, options: argparse.Namespace) -> Target:
 
 
 def check_names(what: str, names: Iterable[str]) -> None:
-    """ValueError for two equal names, also where only case differs: some disks have one file for both."""
+    """ValueError for two equal names, also where only case differs: some disks have one file for both; and for a name
+    that is too long for a file's."""
     known: dict[str, str] = {}
     for name in names:
+        if (size := len(quote(name, safe="", errors="replace"))) > 200:
+            raise ValueError(f"{what} must have names of 200 bytes at most, as in an address; {name!r:.60} has {size}")
         if (other := known.get(name.casefold())) is not None:
             found = f"{name!r} is given twice" if other == name else f"{other!r} and {name!r} differ only in case"
             raise ValueError(f"{what} must have different names, {found}; rename one")

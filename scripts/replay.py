@@ -32,6 +32,7 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.files import checksum
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.text.benchmarks import prompts_checksum, questions_checksum
 from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, tell_of_the_date
 from draft_heads.data.text.rendering import ChatRenderer
@@ -94,6 +95,8 @@ def run(options: argparse.Namespace) -> None:
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem
         turns = list(recorded_turns(name, answers, questions, tokenizer, renderer, end_of_answer(tokenizer)))
+        for turn in turns if target is not None else ():
+            checked_ids(target, turn.generation.tokens, f"the answer to question {turn.question_id}")
         if options.questions:
             tell_of_other_prompts(answers.values(), turns)
         evaluation = replay_all(name, drafters, questions, turns, progress, states or no_states)

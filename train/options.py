@@ -110,8 +110,9 @@ def settle(options: Any) -> None:
     options.head_optimizer = settled_optimizer(options)
     if options.patience:
         options.load_best_model_at_end = True
-        options.metric_for_best_model = options.metric_for_best_model or "eval_loss"
         options.save_strategy = options.eval_strategy
+    if options.patience or options.save_strategy == "best":
+        options.metric_for_best_model = options.metric_for_best_model or "eval_loss"
     if saves_what_it_evaluates(options):
         options.save_steps = options.eval_steps or options.logging_steps
 
@@ -161,7 +162,7 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "0 or more",
         lambda value: 0 <= value < math.inf,
         "max_minutes patience learning_rate max_grad_norm weight_decay adam_epsilon warmup_steps "
-        "dataloader_num_workers",
+        "dataloader_num_workers eval_delay",
     ),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2"),
     ("above 0", lambda value: 0 < value < math.inf, "save_steps eval_steps logging_steps"),

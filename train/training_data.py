@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -28,6 +29,9 @@ def load_data(
     Rows are held out by what they ask, so a conversation that several datasets hold is on one side in all of them.
     rows_flag: what the script calls --held_out
     """
+    folders = [Path(folder).resolve() for folder in run.dataset]
+    if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise ValueError(f"--dataset names each folder once, or its rows count twice; got {twice} again; leave it out")
     parts = [_load_labelled(folder, run, target) for folder in run.dataset]
     cached = {part.hidden_dtype for part in parts}
     if len(cached) > 1:

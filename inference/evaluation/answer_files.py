@@ -8,6 +8,7 @@ steps. Here a turn always carries target steps; `idxs` is `steps - 1`.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,8 +189,8 @@ def _checked(values: list[Any], where: str, kind: Any) -> list[Any]:
         if isinstance(value, bool) or not isinstance(value, kind):
             named = " or ".join(one.__name__ for one in getattr(kind, "__args__", (kind,)))
             raise ValueError(f"{where} must hold {named}; got {value!r}; write the answers again")
-        if isinstance(value, (int, float)) and not value >= 0:
-            raise ValueError(f"{where} must not be negative; got {value!r}; write the answers again")
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+            raise ValueError(f"{where} must be 0 or more, and finite; got {value!r}; write the answers again")
     return values
 
 

@@ -109,14 +109,14 @@ def check_targets(reports: Reports) -> None:
 
 
 def same_target(one: Report, other: Report) -> bool:
-    """Whether two reports have one target, by fingerprint, or by number of parameters where they have none. A field
+    """Whether two reports have one target, by fingerprint, or by number of parameters where one has none. A field
     that an older version did not write is not compared; replays without a target fit those with one."""
     ours, theirs = fingerprint(one), fingerprint(other)
     if ours and theirs:
         return not compared(ours, theirs)
     if not one["target"] or not other["target"]:
         return one["target"] is other["target"]
-    return ours == theirs and one["target"].get("parameters") == other["target"].get("parameters")
+    return bool(one["target"].get("parameters") == other["target"].get("parameters"))
 
 
 def fingerprint(report: Report) -> dict[str, Any]:

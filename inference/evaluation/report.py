@@ -141,10 +141,12 @@ def write_json(path: Path, content: Any) -> None:
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
     """A Markdown table whose first `text_columns` columns are left-aligned, the others right-aligned.
 
-    A cell may hold anything, also what would end it: `|` and line breaks.
+    A cell may hold anything, also what would end it (`|` and line breaks) or begin HTML.
     """
     rule = ["---" if index < text_columns else "--:" for index in range(len(header))]
-    first, *others = ([re.sub(r"[\\|]", r"\\\g<0>", " ".join(cell.split())) for cell in row] for row in [header, *rows])
+    first, *others = (
+        [re.sub(r"[\\|<]", r"\\\g<0>", " ".join(cell.split())) for cell in row] for row in [header, *rows]
+    )
     return "\n".join(f"| {' | '.join(row)} |" for row in [first, rule, *others])
 
 

@@ -193,6 +193,24 @@ def test_what_cannot_be_batched_is_refused(target, prompts):
         engine.generate([prompts[0], [1] * target.max_positions])
     with pytest.raises(ValueError, match="got 999999"):
         engine.generate([prompts[0], [1, 999_999]])
+    with pytest.raises(ValueError, match="got 999999"):
+        list(engine.as_completed([prompts[0], [1, 999_999]], [4, 4], GenerationSettings()))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "ngram", "hybrid"])
+def test_a_drafter_that_another_batch_took_over_is_not_used_on(target, prompts, make_drafters, kind):
+    drafter = make_drafters[kind](2)
+    one, other = BatchEngine(target, drafter), BatchEngine(target, drafter)
+    settings, rest = GenerationSettings(40, ()), ([9, 40], GenerationSettings(40, ()))
+    answers = one.as_completed(prompts[:2], *rest)
+    assert len(next(answers).answer.tokens) == 9
+    expected = one.generate(prompts[:1], settings)[0].tokens
+    answers = one.as_completed(prompts[:2], *rest)
+    next(answers)
+    assert other.generate(prompts[:1], settings)[0].tokens == expected
+    with pytest.raises(RuntimeError, match="a drafter drafts for one batch at a time"):
+        next(answers)
+    assert one.generate(prompts[:1], settings)[0].tokens == expected
 
 
 class Session:

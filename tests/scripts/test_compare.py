@@ -254,6 +254,11 @@ def test_another_target_is_refused_unless_asked_for(folders, capsys, tmp_path):
     newer = {**TARGET, "fingerprint": {**FINGERPRINT, "constants": {"rope": []}}}  # what older versions do not note
     write_json(tmp_path / "c" / "report.json", report_of(newer))
     assert "of another" not in output_of(both, capsys).out
+    older = {name: value for name, value in TARGET.items() if name != "fingerprint"}
+    write_json(tmp_path / "c" / "report.json", report_of(older))
+    assert "of another" not in output_of(both, capsys).out
+    write_json(tmp_path / "c" / "report.json", report_of({**older, "parameters": 7}))
+    assert "c models/stub (7 parameters)" in refusal(both, capsys)
 
 
 def test_a_report_that_cannot_be_read_is_named_with_the_remedy(folders, capsys, tmp_path):

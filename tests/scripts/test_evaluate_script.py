@@ -209,6 +209,8 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--drafters", "ngram a=vanilla"], "got 'ngram a=vanilla'; write e.g. ctc=runs/ctc/head"),
         (["--benchmarks", "gsm8k mt=mt.jsonl"], "got 'gsm8k mt=mt.jsonl'; write for example"),
         (["--drafters", "A=vanilla", "a=transformers,prompt_lookup=3"], "'a' and 'A' differ only in case; rename one"),
+        (["--drafters", f"{'n' * 201}=ngram"], "drafters must have names of 200 bytes at most"),
+        (["--drafters", f"{'漢' * 23}=ngram"], "has 207"),
         (["--run_code"], "--run_code runs the code of answers (HumanEval); no question asks for any; leave it out"),
         (["--drafters", "x=transformers,assistant=absent/../absent"], "absent/../absent"),
         (["--config", "absent.yaml"], "absent.yaml cannot be read"),

@@ -272,6 +272,12 @@ def test_the_tokens_of_our_own_files_are_replayed_as_they_were_written(tmp_path,
     grown.add_tokens(["apples", "bananas"])
     grown.save_pretrained(tmp_path / "grown")
     assert replayed("grown", ["--tokenizer", str(tmp_path / "grown")])[2]
+    own = rows[0]["choices"][0]["token_ids_per_turn"]
+    rows[0]["choices"][0]["token_ids_per_turn"] = [[*own[0][:-1], 99999], *own[1:]]
+    foreign = write(tmp_path / "foreign.jsonl", rows)
+    words = ["--target", TINY, "--drafters", "ngram", "--answers", foreign, "--questions", questions]
+    assert replay.main([*words, "--output", str(tmp_path / "foreign")]) == 2
+    assert f"got 99999 in the answer to question {rows[0]['question_id']}; encode" in capsys.readouterr().err
     for row in rows:
         del row["choices"][0]["token_ids_per_turn"]
     texts = write(tmp_path / "texts.jsonl", rows)

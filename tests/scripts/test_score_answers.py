@@ -129,7 +129,8 @@ def test_a_turn_without_a_step_after_the_prefill_has_no_idxs_ratio(tmp_path, cap
         (json.dumps(row(3, ["x"], [1], [1.0])), "must have decoding_steps or idxs"),
         (json.dumps(row(3, ["x", "y"], [1], [1.0], idxs=[1, 2])), "2 turns, 1 entries"),
         (json.dumps(row(3, ["x"], ["one"], [1.0], idxs=[1])), "new_tokens must hold int; got 'one'"),
-        (json.dumps(row(3, ["x"], [1], [-1.0], idxs=[1])), "must not be negative; got -1.0"),
+        (json.dumps(row(3, ["x"], [1], [-1.0], idxs=[1])), "must be 0 or more, and finite; got -1.0"),
+        (json.dumps(row(3, ["x"], [1], [float("inf")], idxs=[1])), "must be 0 or more, and finite; got inf"),
         (json.dumps(row(1, ["x"], [1], [1.0], idxs=[1])), "question_id 1 appears a second time"),
     ],
 )

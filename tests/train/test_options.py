@@ -331,6 +331,7 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--optim", "galore_adamw"], "--optim must be one of adamw_torch_fused, adamw_torch, adafactor"),
         (["--report_to", "wandb"], "--report_to must be none or one of "),
         (["--max_grad_norm", "-1"], "--max_grad_norm must be 0 or more; got -1.0"),
+        (["--eval_strategy", "steps", "--eval_delay", "nan"], "--eval_delay must be 0 or more; got nan"),
         (["--deepspeed", "missing.json"], "--deepspeed missing.json cannot be read"),
     ],
 )

@@ -85,7 +85,7 @@ def test_sigterm_within_an_epoch_leaves_evaluations_to_the_ends_of_epochs(datase
 def test_sigterm_saves_where_only_the_best_is_saved_and_this_step_is_not(dataset, tmp_path, monkeypatch):
     received_after(monkeypatch, 4)
     output, flags = tmp_path / "run", "--max_steps 9 --eval_strategy steps --eval_steps 2 --save_strategy best"
-    flags += " --metric_for_best_model loss --load_best_model_at_end true --learning_rate 0.5"
+    flags += " --load_best_model_at_end true --learning_rate 0.5"  # the best by eval_loss, as nothing else is asked for
     words = command(dataset, output, *flags.split(), kind="medusa")
     status, told = run_script(*without(words, "--save_steps"))
     assert status == 0 and f"stopped by SIGTERM after step 4; the newest checkpoint is {output}/checkpoint-4" in told
@@ -141,7 +141,7 @@ def test_patience_goes_on_counting_in_a_resumed_run():
 
 @pytest.fixture(scope="module")
 def short_answers(distil, tmp_path_factory):
-    """Answers of one token and their end: two labels, of which a head of Medusa's drafts one."""
+    """Answers of one token and their end: two labels, of which a head drafts one."""
     turns = [[("human", f"Say a, number {number}"), ("gpt", "a")] for number in range(24)]
     rows = [{"conversations": [{"from": who, "value": text} for who, text in row]} for row in turns]
     return distil(tmp_path_factory.mktemp("short") / "out", rows=rows)
@@ -158,7 +158,7 @@ def short_answers(distil, tmp_path_factory):
 )
 def test_a_metric_that_decides_and_cannot_be_measured_ends_the_run(short_answers, tmp_path, metric, best, why):
     flags = f"--eval_strategy steps --eval_steps 2 --metric_for_best_model {metric} {best}"
-    words = command(short_answers, tmp_path / "run", *flags.split(), kind="medusa")
+    words = command(short_answers, tmp_path / "run", *flags.split(), kind="hydra")
     status, told = run_script(*without(words, "--save_steps"))
     name = metric.removeprefix("eval_")
     assert status == 1 and f"--metric_for_best_model {name} could not be measured, as {why}" in told

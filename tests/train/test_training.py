@@ -241,6 +241,13 @@ def test_a_head_that_finds_no_window_in_any_row_is_not_trained(distil, tmp_path)
     assert status == 0, told
 
 
+def test_a_dataset_that_is_named_twice_is_refused(dataset, tmp_path):
+    status, told = run(dataset, tmp_path / "run", "--dataset", dataset, f"{dataset}/../out")
+    assert (
+        status != 0 and f"names each folder once, or its rows count twice; got {Path(dataset).resolve()} again" in told
+    )
+
+
 def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
     other = tmp_path / "dataset"
     shutil.copytree(dataset, other)
