@@ -58,7 +58,7 @@ def carries_no_meaning(key: str, value: Any) -> bool:
 
 def holds_text(key: str, value: Any) -> bool:
     """Whether a key of labels holds a long text, or one of a task a sentence: `Translate to French.`"""
-    texts = _texts(value, list) if key in _LABELS else ()
+    texts = _texts(value, mappings=False) if key in _LABELS else ()
     return any(_is_long(text) or (key in _TASKS and _SENTENCE.search(text) is not None) for text in texts)
 
 
@@ -72,11 +72,13 @@ def _is_long(text: str) -> bool:
     return len(text.encode(errors="replace")) > 100 and (" " in text or sum(not c.isascii() for c in text) > 30)
 
 
-def _texts(value: Any, inside: type | tuple[type, ...] = (Mapping, list)) -> Iterator[str]:
-    """The texts in a value, at any depth of lists and mappings."""
+def _texts(value: Any, mappings: bool = True) -> Iterator[str]:
+    """The texts in a value, at any depth of lists and, if asked for, mappings."""
     left = [value]
     for one in left:
         if isinstance(one, str):
             yield one
-        elif isinstance(one, inside):
-            left.extend(one.values() if isinstance(one, Mapping) else one)
+        elif isinstance(one, list):
+            left.extend(one)
+        elif mappings and isinstance(one, Mapping):
+            left.extend(one.values())
