@@ -79,6 +79,7 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
             # the limit comes as a criterion too: the user's, where one is given, in place of the settings'
             limits = [one.max_length for one in stopping_criteria if type(one) is MaxLengthCriteria]
             most = min(limits, default=generation_config.max_length) - input_ids.shape[1]
+            most = max(most, 1)  # criteria are asked after a token
             engine = engines[id(model)]
 
             def answer(row: int, most: int, stop: Callable[[list[int]], int | None] | None) -> list[int]:

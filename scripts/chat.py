@@ -32,7 +32,7 @@ from rich.text import Text
 
 from draft_heads.configs.options import use_threads
 from draft_heads.data.common.console import plain_console
-from draft_heads.data.text.rendering import ConversationError
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces

@@ -29,8 +29,8 @@ from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.text.benchmarks import load_benchmark, prompts_checksum, questions_checksum
 from draft_heads.data.text.chat_template import tell_of_the_date
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.known_benchmarks import known_benchmarks
-from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.evaluation.answer_files import check_answers, write_answers
 from draft_heads.inference.evaluation.comparison import CHECKSUMS, LOADED, PROMPTS
 from draft_heads.inference.evaluation.decoded import DecodedFolder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.rendering import ConversationError
+from draft_heads.data.text.errors import ConversationError
 
 
 class Labelled(NamedTuple):

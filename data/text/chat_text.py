@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -13,8 +13,24 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.text.chat_template import template_source, template_variables
-from draft_heads.data.text.marks import PLACEHOLDER, lost_word, marked, marked_calls, marked_names, without_a_place
-from draft_heads.data.text.template_probe import QUESTION, Messages, TemplateProbe, as_parts, roles_of_parts
+from draft_heads.data.text.errors import ControlTokenError, ConversationError, check_unicode
+from draft_heads.data.text.marks import (
+    PLACEHOLDER,
+    lost_word,
+    marked,
+    marked_calls,
+    marked_names,
+    texts_in,
+    without_a_place,
+)
+from draft_heads.data.text.template_probe import (
+    QUESTION,
+    SAMPLE_TOOLS,
+    Messages,
+    TemplateProbe,
+    as_parts,
+    roles_of_parts,
+)
 from draft_heads.data.text.thoughts import MARKS
 
 Extra = Mapping[str, Any] | None
@@ -25,28 +41,6 @@ _OF_A_RESULT = ("tool_call_id", "name")  # name the call that a tool's turn answ
 _OF_THOUGHTS = frozenset({*MARKS, *MARKS.values()})
 _GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-
-
-class ConversationError(ValueError):
-    """A conversation that cannot be used; the message says why and what to do."""
-
-
-class ControlTokenError(ConversationError):
-    """A text that holds a control token; `turn` is the index of its message, 0 beside the messages."""
-
-    def __init__(self, message: str, turn: int) -> None:
-        super().__init__(message)
-        self.turn = turn
-
-
-def check_unicode(text: str) -> None:
-    """ConversationError for a text with a lone surrogate, which tokenizers refuse; JSON escapes can make one."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConversationError(
-            f"a text must be valid Unicode; got {text[error.start]!r}, half a character or stray byte; send it as UTF-8"
-        ) from None
 
 
 class ChatText:
@@ -161,7 +155,7 @@ class ChatText:
             if role == "assistant" and not answers:
                 continue
             control = self._control - _OF_THOUGHTS if role == "assistant" else self._control | self._in_source
-            for text in _texts({key: value for key, value in mapping.items() if key != "role"}):
+            for text in texts_in({key: value for key, value in mapping.items() if key != "role"}):
                 if found := next((token for token in control if token in text), None):
                     raise ControlTokenError(
                         f"a control token in someone's text: {found!r} in {where} would be encoded as "
@@ -322,8 +316,11 @@ class ChatText:
         if not isinstance(templates, dict) or "tool_use" not in templates:
             return False
         other = copy(self.tokenizer)
-        other.chat_template = templates["tool_use"]
-        of_tools = ChatText(other, self._end_token_ids)
+        other.chat_template = SAMPLE_TOOLS + templates["tool_use"]  # which may refuse conversations without
+        try:
+            of_tools = ChatText(other, self._end_token_ids)
+        except ValueError:
+            return True
         same_ends = of_tools.probe.closing in (None, self.probe.closing)
         forms = [(one.has_generation_block, one._parts) for one in (self, of_tools)]
         return not same_ends or forms[0] != forms[1]
@@ -350,9 +347,10 @@ class ChatText:
             missing = without_a_place(self.text(others, add_generation_prompt, extra), words)
         for number in sought if missing else ():
             self.check_text_shown(messages, number, extra, add_generation_prompt)
+        source = template_source(self.tokenizer)
         for number in sorted(unplaced):  # rewritten, or cut
             role = messages[number]["role"]
-            word = None if role == "assistant" else lost_word(text.casefold(), texts[number])  # thoughts may go
+            word = None if role == "assistant" else lost_word(text.casefold(), texts[number], source)  # thoughts may go
             if word:
                 raise ConversationError(
                     f"the chat template leaves out a part of the {role}'s text, with {word!r:.40} "
@@ -386,12 +384,3 @@ class ChatText:
         while any(placeholder in str(message.get("content")) for message in messages):
             placeholder += "X"
         return placeholder
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts in a value of JSON, keys too: tools and calls have names of parameters there."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in (*value, *value.values()) if isinstance(value, Mapping) else value:
-            yield from _texts(item)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from draft_heads.configs.options import option
 from draft_heads.data.text.json_files import MalformedJson
 from draft_heads.data.text.json_rows import is_file, read_rows
+from draft_heads.data.text.refused_keys import OF_THE_ANSWER
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
 from draft_heads.data.text.row_keys import (
     ANSWERS,
@@ -262,7 +263,7 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
         turns, key = turns_of(record)
         names = ("from", "value") if key == "conversations" else ("role", "content")
         messages = _sound_turns(turns, names, generate, faults, unknown)
-        further = further_of_row(record, turns, used=(key, *TURN_LISTS, *(ANSWERS if generate else ())))
+        further = further_of_row(record, turns, used=(key, *TURN_LISTS, *(ANSWERS | OF_THE_ANSWER if generate else ())))
         unknown |= dict.fromkeys(further.unknown, "")
         messages = with_system(messages, further.system)
         check_encodable(further.system, further.extra)
@@ -285,6 +286,8 @@ def _sound_turns(
     messages: Messages = []
     for number, turn in enumerate(turns, start=1):
         try:
+            if generate and isinstance(turn, dict):  # whose answer is not read, nor what is said of it
+                turn = {name: value for name, value in turn.items() if name not in OF_THE_ANSWER}
             message, left_out = message_of(turn, names)
             check_encodable(message)
             fault = _fault(message, messages, generate)

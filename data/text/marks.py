@@ -4,7 +4,7 @@ in place of those of the input."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
@@ -67,8 +67,17 @@ def without_a_place(text: str, parts: Mapping[int, str]) -> set[int]:
     return missing
 
 
-def lost_word(text: str, part: str) -> str | None:
-    """The first word of `part` that `text`, in small letters, has not; tags and commands (`/no_think`) are for the
-    template itself."""
-    words = re.findall(r"\w+", re.sub(r"(?<!\S)/\w+|<[^<>\s]+>", " ", part))
-    return next((word for word in words if word.casefold() not in text), None)
+def lost_word(text: str, part: str, source: str) -> str | None:
+    """The first word of `part` that neither `text`, in small letters, has nor the `source` of the template, for which
+    words may be commands (`/no_think`), as are tags."""
+    words = re.findall(r"\w+", re.sub(r"<[^<>\s]+>", " ", part))
+    return next((word for word in words if word.casefold() not in text and word not in source), None)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts in a value of JSON, keys too: tools and calls have names of parameters there."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in (*value, *value.values()) if isinstance(value, Mapping) else value:
+            yield from texts_in(item)

@@ -68,8 +68,10 @@ def _is_short(value: Any) -> bool:
 
 
 def _is_long(text: str) -> bool:
-    """Whether a text has over 100 bytes and is no address: with a space, or in a script that may have none."""
-    return len(text.encode(errors="replace")) > 100 and (" " in text or sum(not c.isascii() for c in text) > 30)
+    """Whether a text has over 100 letters or, in a script that may have no spaces, 60, and is no address."""
+    if " " in text:
+        return len(text) > 100
+    return "://" not in text and sum(not letter.isascii() for letter in text) > 60
 
 
 def _texts(value: Any, mappings: bool = True) -> Iterator[str]:

@@ -10,9 +10,11 @@ TRAINED = ("trained", "train", "training", "weight", "loss")
 
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files", "attachment", "attachments"}
 _MEDIA_FORM = re.compile(r"(\w+_)?(attachment|image|video|audio|photo|picture|screenshot)s?_urls?")
-_WANTED = {"label", "is_chosen", "is_preferred", "is_accepted", "is_correct", "is_good"}
+_WANTED = {"label", "is_chosen", "is_preferred", "is_correct", "is_good"}
 """Keys that are true of an answer that is wanted; `label` is KTO's, and other datasets have names and numbers there."""
 _UNWANTED = {"is_rejected", "is_bad", "is_wrong", "is_incorrect"}
+OF_THE_ANSWER = _WANTED | _UNWANTED
+"""Keys that say whether an answer is wanted; they ask nothing where the target writes it anew, and of another turn."""
 _NOT_READ = _MEDIA | {"chosen", "rejected", "instructions", "history", "response_format", "input_ids", "token_ids"}
 _NOT_READ |= {"train_detail", "training_detail", "train_on_inputs", "mask", "loss_mask", "prefix"}
 _NOT_READ |= {"function_call", "refusal", "channel", "recipient"}

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.chat_text import ChatText, ConversationError, Extra, check_unicode
+from draft_heads.data.text.chat_text import ChatText, Extra
+from draft_heads.data.text.errors import ConversationError, check_unicode
 from draft_heads.data.text.marks import PLACEHOLDER, marked_calls
 from draft_heads.data.text.template_probe import Messages
 from draft_heads.data.text.token_spans import (

@@ -13,10 +13,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.json_files import RepeatedKey, parse_json
 from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning, holds_text
-from draft_heads.data.text.refused_keys import TRAINED, asks_nothing, flag, is_refused
-from draft_heads.data.text.rendering import ConversationError
+from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TRAINED, asks_nothing, flag, is_refused
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -152,7 +152,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
                 message["trained"] = False
             elif role != "assistant" and value:
                 unknown.append(f"the key {key!r} asks for a {role} turn to be trained on, and only answers are")
-        elif value in ("", [], {}) or asks_nothing(key, value):
+        elif value in ("", [], {}) or asks_nothing(key, value) or (key in OF_THE_ANSWER and role != "assistant"):
             continue
         elif key in TURN_TEXTS:
             if not isinstance(value, str):

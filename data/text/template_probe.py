@@ -25,6 +25,11 @@ QUESTION = {"role": "user", "content": "SAMPLEQUESTION"}
 ANSWER = {"role": "assistant", "content": "SAMPLEANSWER"}
 FOLLOW_UP = {"role": "user", "content": "SAMPLEFOLLOWUP"}
 THOUGHT = {"content": "SAMPLETHOUGHT"}
+SAMPLE_TOOLS = (
+    "{%- set tools = tools or [{'type': 'function', 'function': {'name': 'f', 'description': 'd', 'parameters': "
+    "{'type': 'object', 'properties': {}, 'required': []}}}] -%}"
+)
+"""What stands before a template that may refuse conversations without tools."""
 SOME = -1
 """In a scaffold: any few tokens."""
 

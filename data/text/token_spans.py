@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from draft_heads.data.text.chat_text import ConversationError
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.template_probe import SOME
 
 MOST_OF_SOME = 8

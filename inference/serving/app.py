@@ -17,8 +17,8 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.json_files import RepeatedKey, parse_json
-from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.generation import ContextError
 from draft_heads.inference.serving.errors import CLIENT_LEFT, APIError, add_error_handlers
 from draft_heads.inference.serving.forms import ChatForm, CompletionForm, Form, event

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draft_heads.data.text.rendering import ConversationError
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.inference.evaluation.evaluate import (
     drafter_order,
 )

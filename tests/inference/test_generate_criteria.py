@@ -91,10 +91,10 @@ def test_criteria_that_may_see_a_whole_batch_are_refused(model):
     assert torch.equal(run(model, generate_fn(VanillaDrafter()), stopping_criteria=criteria), expected)
 
 
-@pytest.mark.parametrize("lengths", [[30], [5], [30, 9]])
+@pytest.mark.parametrize("lengths", [[30], [5], [30, 9], [0], [-2]])
 @pytest.mark.parametrize("settings", [{}, {"max_new_tokens": 7}])
 def test_a_limit_given_as_a_criterion_takes_the_place_of_the_settings(model, lengths, settings):
     criteria = StoppingCriteriaList([MaxLengthCriteria(len(PROMPT) + length) for length in lengths])
     expected = run(model, stopping_criteria=criteria, **settings)
-    assert expected.shape[1] == len(PROMPT) + min(lengths)
+    assert expected.shape[1] == len(PROMPT) + max(1, min(lengths))
     assert torch.equal(run(model, generate_fn(NgramDrafter()), stopping_criteria=criteria, **settings), expected)

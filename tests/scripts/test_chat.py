@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from draft_heads.data.text.rendering import ConversationError
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings

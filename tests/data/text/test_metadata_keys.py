@@ -98,7 +98,7 @@ def test_labels_and_metadata_that_repeats_the_turns_say_nothing():
         assert parse_record({"messages": CHAT, **more}).messages == CHAT
 
 
-PASSAGE = "一七八九年" * 7  # 35 characters, none of them a blank or the end of a sentence
+PASSAGE = "一七八九年" * 13  # 65 characters, none of them a blank or the end of a sentence
 
 
 @pytest.mark.parametrize("key", ["source", "topics", "info"])
@@ -106,7 +106,16 @@ def test_a_passage_without_blanks_is_a_passage(key):
     for value in (PASSAGE, [["web"], [PASSAGE]]):
         with pytest.raises(ConversationError, match=f"'{key}' holds text that no turn has"):
             parse_record({"messages": CHAT, key: value})
-    for value in ("数学", "百科全书：法国大革命", "https://de.wikipedia.org/wiki/" + "Französische_Revolution_" * 4):
+    labels = [
+        "数学",
+        "百科全书：法国大革命",
+        "中华人民共和国住房和城乡建设部关于印发建筑工程施工许可管理办法的通知全文附件",
+    ]
+    labels += [
+        "Математика: теория вероятностей и математическая статистика",
+        "https://ja.wikipedia.org/wiki/" + "大戦" * 40,
+    ]
+    for value in labels:
         assert parse_record({"messages": CHAT, key: value}).messages == CHAT
 
 
@@ -127,6 +136,15 @@ def test_an_answer_that_is_not_wanted_is_refused_however_a_row_says_so(key):
         for row in ({"messages": CHAT, **bad}, {"messages": [CHAT[0], CHAT[1] | bad]}):
             with pytest.raises(ConversationError, match=f"'{key}' .*changes the text or the mask"):
                 parse_record(row)
+        assert parse_record({"messages": [CHAT[0] | bad, CHAT[1]]}).messages == CHAT  # of the question
+
+
+def test_what_is_said_of_a_recorded_answer_asks_nothing_where_the_target_writes_it_anew(tmp_path):
+    rows = [{"messages": CHAT, "is_correct": False}, {"messages": [CHAT[0], CHAT[1] | {"label": False}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row | {"id": n}) for n, row in enumerate(rows)))
+    assert len(read_conversations(str(tmp_path / "a.jsonl"), generate=True).dataset) == 1  # they ask the same
+    with pytest.raises(ConversationError, match="line 1: the key 'is_correct' changes"):
+        read_conversations(str(tmp_path / "a.jsonl"))
 
 
 def test_metadata_may_be_nested_as_deeply_as_json_may():

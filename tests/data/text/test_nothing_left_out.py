@@ -312,12 +312,15 @@ def test_a_template_that_cuts_a_text_by_what_it_says_is_refused(role, shown, wor
 def test_a_template_that_rewrites_a_text_or_reads_a_command_in_it_is_used():
     other = renderer(
         "{% for m in messages %}{{ m.role }}: "
-        "{{ m.content.replace('/no_think', '').replace('<image>', '').replace('\\n', ' ') | upper }}{{ '<|end|>' }}"
+        "{{ m.content.replace('/no_think', '').replace(\"{'reasoning': True}\", '').replace('<image>', '')"
+        ".replace('\\n', ' ') | upper }}{{ '<|end|>' }}"
         "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
         "<|end|>",
     )
     asked = [{"role": "system", "content": "/no_think"}, {"role": "user", "content": f"<image>{LONG} /no_think"}]
     assert LONG.replace("\n", " ").upper() in other.tokenizer.decode(other.prompt(asked))
+    for text in ("二加二等于几？/no_think", "(/no_think) hi", "{'reasoning': True}", "Groß, İstanbul/no_think"):
+        assert other.prompt([asked[0], {"role": "user", "content": text}])
 
 
 def test_the_thoughts_of_an_earlier_answer_may_go():

@@ -13,7 +13,7 @@ from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.shards import load_distilled
-from draft_heads.data.text.chat_text import ControlTokenError
+from draft_heads.data.text.errors import ControlTokenError
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, answer_tokens
 from draft_heads.data.text.template_probe import SOME
 from draft_heads.data.text.token_spans import scaffold_end

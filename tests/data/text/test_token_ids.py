@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
-from draft_heads.data.text.rendering import ConversationError
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.inference.answers import TargetAnswerer, answer_prompts
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draft_heads.data.text.chat_text import ControlTokenError
+from draft_heads.data.text.errors import ControlTokenError
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.data.text.token_spans import between_blocks, left_out
 from tests.tiny_chat import byte_tokenizer
@@ -83,6 +83,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+NEEDS_TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
@@ -99,8 +100,11 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
             ),
             False,
         ),
+        (NEEDS_TOOLS + CHATML, True),
+        (NEEDS_TOOLS + CHATML.replace("<|im_end|>", "<|eot|>"), False),
+        ("{% for tool in tools %}" + CHATML, False),
     ],
-    ids=["same", "end", "parts", "block"],
+    ids=["same", "end", "parts", "block", "needs tools", "needs tools, end", "broken"],
 )
 def test_a_template_of_its_own_for_tools_has_the_form_of_the_default_one(form, good):
     tokenizer = byte_tokenizer(CHATML)
