@@ -154,7 +154,7 @@ class ChatText:
             role = mapping.get("role")
             if role == "assistant" and not answers:
                 continue
-            control = self._control - _OF_THOUGHTS if role == "assistant" else self._control | self._in_source
+            control = self._in_no_answer if role == "assistant" else self._control | self._in_source
             for text in texts_in({key: value for key, value in mapping.items() if key != "role"}):
                 if found := next((token for token in control if token in text), None):
                     raise ControlTokenError(
@@ -277,6 +277,12 @@ class ChatText:
         ids |= {tokenizer.pad_token_id} - {tokenizer.unk_token_id}
         added = tokenizer.added_tokens_decoder
         return frozenset(added[i].content for i in ids if i in added)
+
+    @cached_property
+    def _in_no_answer(self) -> frozenset[str]:
+        """The control tokens that an assistant's text does not have: a recorded thought has its own marks."""
+        added = self.tokenizer.added_tokens_decoder
+        return self._control - (_OF_THOUGHTS - {added[token].content for token in self.ends if token in added})
 
     @cached_property
     def _in_source(self) -> frozenset[str]:

@@ -156,7 +156,7 @@ class ChatRenderer(ChatText):
                         "template closes it with no end token of the target; name that token as eos_token_id in its "
                         "generation_config.json, mark the turn with {% generation %}, or give it weight 0"
                     )
-                holes = between_blocks(first, last, marked) if marked else ()
+                holes = between_blocks(first, last, text, whole.offsets, marked) if marked else ()
                 mask[first:last] = [i not in holes for i in range(first, last)]
         enclosed = mask if marked is None else [trained or mark for trained, mark in zip(mask, marked)]
         if all(enclosed) or not any(mask):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from draft_heads.data.text.errors import ConversationError
@@ -56,13 +57,12 @@ def part_in_block(
     return first if from_start else begin, last if to_end else end + 1
 
 
-def between_blocks(first: int, last: int, marked: list[bool]) -> set[int]:
-    """Of the tokens [first, last) of a turn with several blocks those that stand between two of them.
-
-    Example: 2 of the tokens [0, 5) of which the blocks enclose 1 and 3.
-    """
+def between_blocks(first: int, last: int, text: str, offsets: list[tuple[int, int]], marked: list[bool]) -> set[int]:
+    """Of the tokens [first, last) of a turn with several blocks those that stand between two of them, unless white
+    space is all that does: the model writes that."""
     inside = [i for i in range(first, last) if marked[i]]
-    return {i for i in range(inside[0], inside[-1]) if not marked[i]} if inside else set()
+    apart = ((i, j) for i, j in pairwise(inside) if text[offsets[i][1] : offsets[j][0]].strip())
+    return {token for i, j in apart for token in range(i + 1, j)}
 
 
 def first_token(offsets: list[tuple[int, int]], start: int) -> int:

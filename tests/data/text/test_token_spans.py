@@ -32,8 +32,22 @@ def test_what_stands_between_two_blocks_of_a_turn_is_not_trained_on():
     own = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask = ChatRenderer(tokenizer, [tokenizer.eos_token_id]).conversation(chat)
     assert (ids, [int(trained) for trained in mask]) == (own["input_ids"], own["assistant_masks"])
-    assert between_blocks(0, 5, [False, True, False, True, False]) == {2}
-    assert between_blocks(0, 3, [False] * 3) == set()
+    text, offsets = "a b  c", [(0, 1), (1, 3), (3, 5), (5, 6)]
+    assert between_blocks(0, 4, text, offsets, [True, False, False, True]) == {1, 2}
+    assert between_blocks(0, 4, text, offsets, [False] * 4) == between_blocks(1, 2, text, offsets, [True] * 4) == set()
+
+
+def test_white_space_between_two_blocks_of_a_turn_is_trained_on():
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '[A]' }}{% if m.reasoning_content %}{% generation %}"
+        "{{ '(' + m.reasoning_content + ')' }}{% endgeneration %}{{ '\n\n' }}{% endif %}{% generation %}"
+        "{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[A]' }}{% endif %}"
+    )
+    chat = [USER, ANSWER | {"reasoning_content": "French."}]
+    ids, mask = ChatRenderer(tokenizer, [tokenizer.eos_token_id]).conversation(chat)
+    trained = [token for token, kept in zip(ids, mask) if kept]
+    assert tokenizer.decode(trained) == f"(French.)\n\nSalut{tokenizer.eos_token}"
 
 
 def special(tokenizer, *tokens):
@@ -117,3 +131,17 @@ def test_a_template_of_its_own_for_tools_has_the_form_of_the_default_one(form, g
     for use in (renderer.conversation, renderer.prompt):
         with pytest.raises(ValueError, match="has another for those with tools"):
             use([USER, ANSWER] if use == renderer.conversation else [USER], {"tools": TOOLS})
+
+
+def test_the_mark_of_a_thought_that_ends_turns_may_not_stand_in_an_answer():
+    renderer = special(
+        byte_tokenizer(
+            "{% for m in messages %}{{ '<|u|>' if m.role == 'user' else '<|a|>' }}{{ m.content + '</think>' }}"
+            "{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|a|>' }}{% endif %}"
+        ),
+        *("</think>", "<|a|>", "<|u|>"),
+    )
+    assert renderer.conversation([USER, ANSWER])
+    with pytest.raises(ControlTokenError, match="</think>"):
+        renderer.conversation([USER, ANSWER | {"content": "a</think>b"}, USER, ANSWER])
