@@ -22,6 +22,7 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes, own_device
 from draft_heads.data.labels.distill import distill, preview, select_conversations
 from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.shards import check_apart
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.text.conversations import BadRow, count_by_reason
 from draft_heads.inference.answers import TargetAnswerer
@@ -53,6 +54,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def run(args: dict[str, Any]) -> None:
     options = DistillOptions(**{name: args[name] for name in option_names(DistillOptions)})
     options.check_read()
+    if not args["preview"]:
+        check_apart(args["dataset"], args["output"])
     loaded = select_conversations(args["dataset"], options)
     use_threads(args["threads"])
     target = Target.from_pretrained(

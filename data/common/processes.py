@@ -142,7 +142,9 @@ def own_device(device: str | None) -> str | None:
         try:
             named = torch.device(device)
             unseen = named.type == "cuda" and not (named.index or 0) < torch.cuda.device_count()
-        except RuntimeError:
+            if named.type != "cuda":
+                torch.empty(0, device=named)
+        except (RuntimeError, AssertionError, NotImplementedError):  # of a kind that this torch was built without
             unseen = True
         if unseen:
             raise ValueError(f"--device must be one that torch sees; got {device}, which it does not; leave it out")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import time
 import urllib.error
@@ -22,6 +23,8 @@ from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.labeller import Labeller
 from draft_heads.data.labels.loops import GOES_ON, loop_start
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT = 900.0  # seconds for one answer, which may wait in the server's queue, and for each of its tokens:
 _PER_TOKEN = 0.5
@@ -53,6 +56,7 @@ class AnswerServer:
         self._penalties = {"repetition_penalty": penalty, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         self._end_token_ids, self._vocab_size = list(target.end_token_ids), target.vocab_size
         self._concurrency, self._cut_loops = options.concurrency, options.cut_loops
+        self._told = False  # whether a line has said that a request failed
         self._answered = time.monotonic()  # when the server last answered any request
         self.model = options.model_name
         if self.model is None:
@@ -123,7 +127,10 @@ class AnswerServer:
         url, data = self.url + path, None if body is None else json.dumps(body).encode()
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        request = urllib.request.Request(url, data=data, headers=headers)
+        try:
+            request = urllib.request.Request(url, data=data, headers=headers)
+        except ValueError as error:
+            raise ValueError(f"base_url must be an address as http://localhost:8000/v1; got {url} ({error})") from None
         repeated, failed, longest, remedy = 0, 0, timeout or _TIMEOUT, ""
         while True:
             full = False
@@ -140,10 +147,15 @@ class AnswerServer:
             except (OSError, http.client.HTTPException, ValueError, TypeError) as error:  # ValueError: no JSON
                 full = isinstance(error, TimeoutError) and time.monotonic() - self._answered < longest
                 fault = f"{type(error).__name__}: {error}"
+                if isinstance(error, http.client.InvalidURL):
+                    break
                 if isinstance(error, TimeoutError):
                     remedy = f"If an answer takes more than {longest:.0f} s, lower --concurrency or --max_new_tokens. "
             if failed >= len(_PAUSES) and not full:
                 break
+            if not full and not self._told:
+                self._told = True
+                logger.warning("%s failed (%s); failed requests are repeated for about a minute", url, fault)
             time.sleep(_PAUSES[min(repeated if full else failed, len(_PAUSES) - 1)])
             repeated, failed = repeated + full, failed + (not full)
         raise ValueError(

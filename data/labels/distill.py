@@ -48,7 +48,7 @@ from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller, Row
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labels.labeller import Labeller
-from draft_heads.data.labels.shards import ShardFolder
+from draft_heads.data.labels.shards import ShardFolder, check_apart
 from draft_heads.data.text.conversations import (
     BadRow,
     Conversations,
@@ -86,6 +86,7 @@ def distill(
     loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
     processes = Processes.from_environment()
     header = _header(distiller, loaded)
+    check_apart(header["data"]["source"], output)
     data = {name: value for name, value in header["data"].items() if name != "source"}  # paths, which nodes may have
     processes.check_same({**header, "target": header["target"]["fingerprint"], "data": data})
     with processes.first_alone() as first:

@@ -26,7 +26,9 @@ class DistillOptions(DatasetOptions):
         choices=("argmax", "generate"),
     )
     limit: int | None = option(None, "label N conversations, and read no further than the last of them", least=1)
-    shuffle_seed: int | None = option(None, "shuffle with this seed before --limit, for which the whole file is read")
+    shuffle_seed: int | None = option(
+        None, "shuffle with this seed before --limit, for which the whole file is read", least=0
+    )
     max_length: int | None = option(None, "cut rows after N tokens (2048, or the target's positions if fewer)", least=1)
     max_new_tokens: int = option(512, "longest generated answer, in tokens (512)", least=1)
     cut_loops: bool = option(True, "end a generated answer where it starts to repeat itself endlessly (true)")

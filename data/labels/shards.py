@@ -38,10 +38,12 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+_BEFORE_SHARDS = re.compile(rf"\.{re.escape(MANIFEST)}\.partial|{re.escape(LOCK)}|{re.escape(TOKEN)}.*")
 _OWN_FILES = re.compile(
-    rf"{re.escape(MANIFEST)}|\.{re.escape(MANIFEST)}\.partial|{re.escape(LOCK)}|{re.escape(TOKEN)}.*"
-    r"|\.*shard-.*\.(arrow|arrow\.tmp|json|json\.partial|answers\.jsonl)"  # the last: `_JOURNAL`
+    rf"{re.escape(MANIFEST)}|{_BEFORE_SHARDS.pattern}"
+    r"|\.?shard-\d{5,}(\.[0-9a-f]{32})?\.(arrow|arrow\.tmp|json|json\.partial|answers\.jsonl)"  # the last: `_JOURNAL`
 )
+"""What a distillation has in its folder; those before shards also where a kill has left no manifest."""
 _JOURNAL = ".answers.jsonl"
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
@@ -95,7 +97,8 @@ class ShardFolder:
             raise ValueError(f"output {output} is a file; pass a folder")
         goes_on = (folder / MANIFEST).exists() and not overwrite
         there = folder.iterdir() if folder.exists() and not goes_on else ()
-        if foreign := sorted(path.name for path in there if not _OWN_FILES.fullmatch(path.name)):
+        own = _OWN_FILES if _is_manifest(folder / MANIFEST) else _BEFORE_SHARDS
+        if foreign := sorted(path.name for path in there if not own.fullmatch(path.name)):
             raise ValueError(f"output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
         opened = cls(folder, fresh)
@@ -293,7 +296,23 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return read_manifest(folder / MANIFEST, FORMAT_VERSION, "make the folder again with overwrite")
 
 
+def check_apart(source: str, output: str) -> None:
+    """ValueError for an output that is, holds or is inside the folder or file of the conversations."""
+    read, written = Path(source).resolve(), Path(output).resolve()
+    if read.exists() and (read.is_relative_to(written) or written.is_relative_to(read)):
+        raise ValueError(
+            f"output must be a folder apart from the conversations, or a later run replaces them; got {output} "
+            f"and {source}; name a new one"
+        )
+
+
+def _is_manifest(file: Path) -> bool:
+    """Whether a file is a manifest of this project, be it a damaged one."""
+    return file.is_file() and '"format_version"' in file.read_text(encoding="utf-8", errors="replace")
+
+
 def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
+    """What other commands have made, a line each: of target and conversations by their fingerprints, not by paths."""
     known: dict[str, Any]
     asked: dict[str, Any]
     known, asked = ({key: source.get(key) for key in _HEADER} for source in (manifest, header))
@@ -301,7 +320,7 @@ def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
     shared = {name: value for name, value in own.items() if name in made_for}  # of what an older version wrote
     different = [(f"target.fingerprint.{name}", there, here) for name, there, here in compared(made_for, shared)]
     for of in (known, asked):
-        of["target"] = {**of["target"], "fingerprint": None}
+        of["target"], of["data"] = {}, {name: x for name, x in (of["data"] or {}).items() if name != "source"}
     old, new = _flatten(known), _flatten(asked)
     different += [(key, old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     return [f"{key} is {there!r} there, {here!r} here" for key, there, here in sorted(different, key=itemgetter(0))]

@@ -65,6 +65,7 @@ def test_quartiles_lie_within_what_was_measured(taken, expected):
         (["--shape", "7b", "--chat_template", "vicuna"], "--chat_template has no effect with --shape"),
         (["--shape", "7b", "--device", "auto"], "this bench runs on one device; got --device auto"),
         (["--shape", "7b", "--device", "gpu"], "--device must be one that torch sees; got gpu"),
+        (["--shape", "7b", "--device", "xpu"], "--device must be one that torch sees; got xpu"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, flags, told):

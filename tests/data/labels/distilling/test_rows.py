@@ -304,6 +304,42 @@ def test_folder_with_other_files_is_left_alone(target, source, tmp_path):
             run_distill(target, source, str(tmp_path), overwrite=overwrite)
 
 
+@pytest.mark.parametrize("name", ["shard-00000.json", "shard-00000.arrow", "manifest.json"])
+def test_files_that_are_named_as_ours_are_foreign_without_a_manifest_of_ours(target, source, tmp_path, name):
+    (tmp_path / name).write_text('[{"precious": 1}]')
+    with pytest.raises(ValueError, match=rf"holds other files \({name}\)"):
+        run_distill(target, source, str(tmp_path), overwrite=True)
+    assert (tmp_path / name).read_text() == '[{"precious": 1}]'
+    (tmp_path / name).unlink()
+    run_distill(target, source, str(tmp_path))
+    (tmp_path / "shard-b.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"holds other files \(shard-b.json\)"):
+        run_distill(target, source, str(tmp_path), overwrite=True)
+
+
+def test_an_output_that_holds_the_conversations_or_is_among_them_is_refused(target, source, tmp_path):
+    own = tmp_path / "in" / "shard-00000.json"
+    own.parent.mkdir()
+    own.write_bytes(Path(source).read_bytes())
+    for read, written in (
+        (own, own.parent),
+        (own.parent, own.parent),
+        (own.parent, own.parent / "out"),
+        (own, tmp_path),
+    ):
+        with pytest.raises(ValueError, match="output must be a folder apart from the conversations"):
+            run_distill(target, str(read), str(written))
+    assert own.read_bytes() == Path(source).read_bytes() and list(own.parent.iterdir()) == [own]
+
+
+def test_a_run_goes_on_with_other_paths_to_the_same_target_and_conversations(target, source, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again.json"
+    again.write_bytes(Path(source).read_bytes())
+    whole = run_distill(target, source, str(out))
+    (out / "shard-00001.arrow").unlink()
+    assert run_distill(f"{target}/", str(again), str(out))["counts"] == whole["counts"]
+
+
 def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tmp_path):
     with pytest.raises(ValueError, match=r"has no manifest.json; pass the output folder"):
         load_distilled(str(tmp_path))
