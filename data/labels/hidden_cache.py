@@ -40,17 +40,17 @@ def hidden_from_bytes(raw: bytes, length: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(length, -1)
 
 
-def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, output: str) -> str:
+def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, output: str, freed: int = 0) -> str:
     """A line with the size of `tokens` hidden states beside the free disk; ValueError when they do not fit.
 
-    Example: `H=4096 bfloat16: 8 KiB per token, 1,000,000 tokens -> 7.64 GiB, free 120 GiB`.
+    freed: bytes that will be free before they are written. Example: `H=4096 bfloat16: 8 KiB per token, 1,000,000 tokens -> 7.64 GiB, free 120 GiB`.
     """
     per_token = hidden_size * dtype.itemsize
     needed = tokens * (per_token + 9)  # ids, labels and mask: 9 bytes per token
     folder = Path(output).resolve()
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + freed
     line = (
         f"H={hidden_size} {dtype_name(dtype)}: {per_token / 1024:g} KiB per token, "
         f"{'' if exact else 'at most '}{tokens:,} tokens -> {_gib(needed)}, free {_gib(free)}"

@@ -129,16 +129,26 @@ class ShardFolder:
 
         The answers of unfinished shards stay where the manifest on disk is that of the same command.
         """
+        shards, others = self._leftovers()
+        for path in others:  # first: a run that goes on would take entries and answers for its own
+            path.unlink()
+        self._save()  # shards that it does not list do not count
+        for path in shards:
+            path.unlink()
+
+    def space_to_free(self) -> int:
+        """Bytes of what `begin` will remove."""
+        return sum(path.stat().st_size for paths in self._leftovers() for path in paths)
+
+    def _leftovers(self) -> tuple[list[Path], list[Path]]:
+        """(shards, other files) of ours that are neither finished nor answers of this command's unfinished shards."""
         kept = self._journals() if self._goes_on else []
-        if not self.manifest["shards"] and not kept:
-            (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
         finished = [shard["file"] for shard in self.manifest["shards"]]
         journals = [path.name for path in kept if path.name.replace(_JOURNAL, ".arrow") not in finished]
         named = {MANIFEST, LOCK, *finished, *journals}
-        for path in self.folder.iterdir():
-            if _OWN_FILES.fullmatch(path.name) and path.name not in named:
-                path.unlink()
-        self._save()
+        left = [x for x in self.folder.iterdir() if _OWN_FILES.fullmatch(x.name) and x.name not in named]
+        shards = [path for path in left if ".arrow" in path.name]
+        return shards, [path for path in left if path not in shards]
 
     def missing(self, rows: int, shard_rows: int) -> list[range]:
         """The source rows of every shard that is not finished, of `rows` in all."""
@@ -307,12 +317,14 @@ def check_apart(source: str, output: str) -> None:
 
 
 def _is_manifest(file: Path) -> bool:
-    """Whether a file is a manifest of this project, be it a damaged one."""
-    return file.is_file() and '"format_version"' in file.read_text(encoding="utf-8", errors="replace")
+    """Whether a file is a manifest of this project, be it a damaged one: its beginning, or nothing."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else "none"
+    return not text or '"format_version"' in text
 
 
 def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
-    """What other commands have made, a line each: of target and conversations by their fingerprints, not by paths."""
+    """What another command has made, a line each. The fingerprint says what the conversations are; that of a target does
+    not see all weights, so its folder is compared, too, however it is written."""
     known: dict[str, Any]
     asked: dict[str, Any]
     known, asked = ({key: source.get(key) for key in _HEADER} for source in (manifest, header))
@@ -320,10 +332,15 @@ def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
     shared = {name: value for name, value in own.items() if name in made_for}  # of what an older version wrote
     different = [(f"target.fingerprint.{name}", there, here) for name, there, here in compared(made_for, shared)]
     for of in (known, asked):
-        of["target"], of["data"] = {}, {name: x for name, x in (of["data"] or {}).items() if name != "source"}
+        of["target"] = {"path": _resolved(of["target"]["path"])}
+        of["data"] = {name: value for name, value in (of["data"] or {}).items() if name != "source"}
     old, new = _flatten(known), _flatten(asked)
     different += [(key, old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     return [f"{key} is {there!r} there, {here!r} here" for key, there, here in sorted(different, key=itemgetter(0))]
+
+
+def _resolved(path: str) -> str:
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -79,6 +79,7 @@ def test_cached_hidden_states_come_back_bit_for_bit_where_their_tokens_are(dtype
 
 
 def test_disk_need_is_told_and_refused_when_it_does_not_fit(tmp_path):
+    assert check_disk(10**12, False, 4096, torch.bfloat16, str(tmp_path), freed=10**18)
     line = check_disk(1000, True, 4096, torch.bfloat16, str(tmp_path / "new" / "out"))
     assert line.startswith("H=4096 bfloat16: 8 KiB per token, 1,000 tokens -> 7.82 MiB, free ")
     with pytest.raises(ValueError, match=r"^hidden_states does not fit .* at most 1,000,000,000,000 tokens"):

@@ -66,6 +66,7 @@ def test_quartiles_lie_within_what_was_measured(taken, expected):
         (["--shape", "7b", "--device", "auto"], "this bench runs on one device; got --device auto"),
         (["--shape", "7b", "--device", "gpu"], "--device must be one that torch sees; got gpu"),
         (["--shape", "7b", "--device", "xpu"], "--device must be one that torch sees; got xpu"),
+        (["--shape", "7b", "--device", "hpu"], "--device must be one that torch sees; got hpu"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, flags, told):
