@@ -43,7 +43,8 @@ def hidden_from_bytes(raw: bytes, length: int, dtype: torch.dtype) -> Tensor:
 def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, output: str, freed: int = 0) -> str:
     """A line with the size of `tokens` hidden states beside the free disk; ValueError when they do not fit.
 
-    freed: bytes that will be free before they are written. Example: `H=4096 bfloat16: 8 KiB per token, 1,000,000 tokens -> 7.64 GiB, free 120 GiB`.
+    freed: bytes that will be free before they are written
+    Example: `H=4096 bfloat16: 8 KiB per token, 1,000,000 tokens -> 7.64 GiB, free 120 GiB`.
     """
     per_token = hidden_size * dtype.itemsize
     needed = tokens * (per_token + 9)  # ids, labels and mask: 9 bytes per token

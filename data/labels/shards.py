@@ -323,8 +323,8 @@ def _is_manifest(file: Path) -> bool:
 
 
 def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
-    """What another command has made, a line each. The fingerprint says what the conversations are; that of a target does
-    not see all weights, so its folder is compared, too, however it is written."""
+    """What another command has made, a line each. Of conversations the fingerprint says it; that of a target does not
+    see all weights, so its folder is compared too, however it is written."""
     known: dict[str, Any]
     asked: dict[str, Any]
     known, asked = ({key: source.get(key) for key in _HEADER} for source in (manifest, header))
