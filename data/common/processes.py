@@ -144,12 +144,7 @@ def own_device(device: str | None) -> str | None:
             unseen = named.type == "cuda" and not (named.index or 0) < torch.cuda.device_count()
             if named.type != "cuda":
                 torch.empty(0, device=named)
-        except (
-            RuntimeError,
-            AssertionError,
-            NotImplementedError,
-            ImportError,
-        ):  # of a kind that this torch was built without
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError):  # this torch was built without it
             unseen = True
         if unseen:
             raise ValueError(f"--device must be one that torch sees; got {device}, which it does not; leave it out")
