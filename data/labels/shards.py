@@ -129,26 +129,23 @@ class ShardFolder:
 
         The answers of unfinished shards stay where the manifest on disk is that of the same command.
         """
-        shards, others = self._leftovers()
-        for path in others:  # first: a run that goes on would take entries and answers for its own
+        for path in self._leftovers():
             path.unlink()
-        self._save()  # shards that it does not list do not count
-        for path in shards:
-            path.unlink()
+        self._save()  # last, on a disk that may have been full; until then shards that are missing are made again
 
     def space_to_free(self) -> int:
         """Bytes of what `begin` will remove."""
-        return sum(path.stat().st_size for paths in self._leftovers() for path in paths)
+        return sum(path.stat().st_size for path in self._leftovers())
 
-    def _leftovers(self) -> tuple[list[Path], list[Path]]:
-        """(shards, other files) of ours that are neither finished nor answers of this command's unfinished shards."""
+    def _leftovers(self) -> list[Path]:
+        """Files of ours that are neither finished shards nor answers of this command's unfinished ones; shards last,
+        as a run that goes on would take entries of shards and answers for its own."""
         kept = self._journals() if self._goes_on else []
         finished = [shard["file"] for shard in self.manifest["shards"]]
         journals = [path.name for path in kept if path.name.replace(_JOURNAL, ".arrow") not in finished]
         named = {MANIFEST, LOCK, *finished, *journals}
         left = [x for x in self.folder.iterdir() if _OWN_FILES.fullmatch(x.name) and x.name not in named]
-        shards = [path for path in left if ".arrow" in path.name]
-        return shards, [path for path in left if path not in shards]
+        return sorted(left, key=lambda path: ".arrow" in path.name)
 
     def missing(self, rows: int, shard_rows: int) -> list[range]:
         """The source rows of every shard that is not finished, of `rows` in all."""

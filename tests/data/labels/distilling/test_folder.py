@@ -67,7 +67,7 @@ def test_a_kill_while_overwrite_clears_the_folder_leaves_one_that_goes_on(target
     with pytest.raises(KeyboardInterrupt):
         run_distill(target, source, str(out), overwrite=True)
     monkeypatch.setattr(Path, "unlink", unlink)
-    found = run_distill(target, source, str(out), overwrite=kept == 0)
+    found = run_distill(target, source, str(out), overwrite=kept < 2)  # whose shards are all there
     assert found["counts"] == expected["counts"] and found["complete"]
 
 
