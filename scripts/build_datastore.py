@@ -22,7 +22,6 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.datastore import MANIFEST
 from draft_heads.data.datastore_build import build_datastore, is_distilled
-from draft_heads.data.labels.shards import check_apart
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer, load_tokenizer
 from draft_heads.data.text.conversations import DatasetOptions
 from draft_heads.data.text.json_rows import check_source
@@ -34,7 +33,8 @@ def run(options: argparse.Namespace) -> None:
     check_positive(options, "limit")
     check_output(options.output, options.overwrite, MANIFEST)
     check_source(options.dataset)
-    check_apart(options.dataset, str(options.output))
+    if options.output.resolve() == Path(options.dataset).resolve():
+        raise ValueError(f"--output must be another folder than --dataset; both are {options.output}; name a new one")
     if is_distilled(options.dataset):
         if options.chat_template:
             raise ValueError(

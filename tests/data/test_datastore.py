@@ -91,9 +91,8 @@ def test_of_a_distilled_folder_the_rows_are_taken_as_they_are(tmp_path, source, 
     assert script.main([*words, "--overwrite", "--chat_template", "vicuna"]) == 2
     assert "got vicuna with" in (told := capsys.readouterr().err) and "rendered already; leave it out" in told
     assert Datastore.open(tmp_path / "out").manifest == opened.manifest
-    for inside in ("", "/store"):
-        assert script.main([*words[:-1], f"{tmp_path}/out/../distilled{inside}"]) == 2
-        assert "output must be a folder apart from the conversations" in capsys.readouterr().err
+    assert script.main([*words[:-1], f"{tmp_path}/out/../distilled"]) == 2
+    assert "--output must be another folder than --dataset" in capsys.readouterr().err
     manifest, own = tmp_path / "distilled" / "manifest.json", opened.manifest["tokenizer_hash"]
     manifest.write_text(manifest.read_text().replace(own, "another"))
     assert script.main([*words, "--overwrite"]) == 2
