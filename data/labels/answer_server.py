@@ -125,7 +125,7 @@ class AnswerServer:
         answers others, and counts as no failure.
         """
         url, data = self.url + path, None if body is None else json.dumps(body).encode()
-        key = os.environ.get("OPENAI_API_KEY")
+        key = os.environ.get("OPENAI_API_KEY", "").strip()
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         try:
             request = urllib.request.Request(url, data=data, headers=headers)

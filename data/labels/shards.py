@@ -106,6 +106,8 @@ class ShardFolder:
         if not goes_on:
             return opened
         opened.manifest = _read_manifest(folder)
+        for unfinished in opened._own("*.arrow.tmp"):  # of a killed run, which may have filled the disk
+            unfinished.unlink()
         opened.collect()
         if not opened.manifest["shards"] and not opened._journals():  # nothing that other settings have made
             opened.manifest = fresh
@@ -144,7 +146,7 @@ class ShardFolder:
         finished = [shard["file"] for shard in self.manifest["shards"]]
         journals = [path.name for path in kept if path.name.replace(_JOURNAL, ".arrow") not in finished]
         named = {MANIFEST, LOCK, *finished, *journals}
-        left = [x for x in self.folder.iterdir() if _OWN_FILES.fullmatch(x.name) and x.name not in named]
+        left = [path for path in self._own("*") if path.name not in named]
         return sorted(left, key=lambda path: ".arrow" in path.name)
 
     def missing(self, rows: int, shard_rows: int) -> list[range]:
@@ -162,7 +164,11 @@ class ShardFolder:
         return self.folder / f"shard-{number:05d}.arrow"
 
     def _journals(self) -> list[Path]:
-        return sorted(self.folder.glob(f"shard-*{_JOURNAL}"))
+        return self._own(f"shard-*{_JOURNAL}")
+
+    def _own(self, pattern: str) -> list[Path]:
+        """Files of ours, in order."""
+        return sorted(path for path in self.folder.glob(pattern) if _OWN_FILES.fullmatch(path.name))
 
     def write(
         self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], states: Sequence[str] = ()
@@ -207,7 +213,7 @@ class ShardFolder:
 
     def collect(self) -> None:
         """Take the shards that any process has finished into the manifest."""
-        entries = sorted(self.folder.glob("shard-*.json"))
+        entries = self._own("shard-*.json")
         if entries:
             found = [json.loads(path.read_text(encoding="utf-8")) for path in entries]
             shards = {shard["first_row"]: shard for shard in [*self.manifest["shards"], *found]}
@@ -329,15 +335,11 @@ def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
     shared = {name: value for name, value in own.items() if name in made_for}  # of what an older version wrote
     different = [(f"target.fingerprint.{name}", there, here) for name, there, here in compared(made_for, shared)]
     for of in (known, asked):
-        of["target"] = {"path": _resolved(of["target"]["path"])}
+        of["target"] = {"path": os.path.normpath(of["target"]["path"])}
         of["data"] = {name: value for name, value in (of["data"] or {}).items() if name != "source"}
     old, new = _flatten(known), _flatten(asked)
     different += [(key, old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     return [f"{key} is {there!r} there, {here!r} here" for key, there, here in sorted(different, key=itemgetter(0))]
-
-
-def _resolved(path: str) -> str:
-    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

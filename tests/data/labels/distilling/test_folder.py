@@ -1,11 +1,13 @@
 """What a distillation replaces in its folder, and when it goes on there."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from draft_heads.data.labels import distill as distill_module
+from draft_heads.data.labels import shards
 from tests.data.labels.distilling.distilled import run_distill
 
 
@@ -79,3 +81,20 @@ def test_what_overwrite_removes_is_free_for_the_states(target, source, tmp_path,
     size = sum(path.stat().st_size for path in out.glob("*.arrow"))
     run_distill(target, source, str(out), True, labels=labels, hidden_states="float32", max_new_tokens=4)
     assert freed[0] == 0 and freed[1] == size
+
+
+def test_a_run_that_filled_the_disk_goes_on_beside_files_of_others(target, source, tmp_path, monkeypatch):
+    out, write = tmp_path / "out", shards.write_text
+    whole = run_distill(target, source, str(out))
+    (out / "shard-00001.arrow").rename(out / f"shard-00001.{'0' * 32}.arrow.tmp")
+    (out / "shard-b.json").write_text("[]")
+    (out / "shard-00000.json").write_text(json.dumps(whole["shards"][0]))  # not in the manifest yet
+
+    def full(path, text):
+        if list(out.glob("*.arrow.tmp")):
+            raise ValueError("its disk has 0 MiB left")
+        write(path, text)
+
+    monkeypatch.setattr(shards, "write_text", full)
+    assert run_distill(target, source, str(out))["counts"] == whole["counts"]
+    assert (out / "shard-b.json").read_text() == "[]"
