@@ -124,19 +124,22 @@ class DraftHeadTrainer(Trainer):
                 f"training needs rows with an answer of two tokens or more within --max_length {self.longest}; none "
                 f"of {len(self.train_dataset):,} has one; raise it, or distil longer answers"
             )
-        self._check_windows(order.tolist(), rows)
         batch = self.data_collator(first)
+        if not self._windows(batch):
+            self._check_windows(order.tolist(), rows)
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
         states = self.target.states_of(batch, self.model.config.target_layers)
         hidden, *aux_hidden = (values[batch["mask"]] for values in states.values())
         with self.target.whole_layers():
             self.model.to(self.target.device).start_from(hidden, self.view, *aux_hidden)
 
+    def _windows(self, batch: dict[str, Tensor]) -> int:
+        return int(self.model.count_windows(**{name: x for name, x in batch.items() if "hidden" not in name}))
+
     def _check_windows(self, order: list[int], rows: int) -> None:
-        """ValueError if no row has a window; asked of `rows` at a time, so that data with windows are hardly read."""
+        """ValueError if no row has a window; asked of `rows` at a time, up to the first with one."""
         for start in range(0, len(order), rows):
-            batch = self.data_collator([self.train_dataset[row] for row in order[start : start + rows]])
-            if self.model.count_windows(**{name: value for name, value in batch.items() if "hidden" not in name}):
+            if self._windows(self.data_collator([self.train_dataset[row] for row in order[start : start + rows]])):
                 return
         raise ValueError(
             f"training needs windows of labels; {self.model.config.title} found none in {len(order):,} rows within "

@@ -155,7 +155,7 @@ class AnswerServer:
                 break
             if not full and not self._told:
                 self._told = True
-                logger.warning("%s failed (%s); failed requests are repeated for about a minute", url, fault)
+                logger.warning("%s failed (%s); a request that fails is repeated %d times", url, fault, len(_PAUSES))
             time.sleep(_PAUSES[min(repeated if full else failed, len(_PAUSES) - 1)])
             repeated, failed = repeated + full, failed + (not full)
         raise ValueError(

@@ -21,9 +21,7 @@ def test_start_values_are_of_rows_of_any_length_whatever_their_order():
     def collate(taken):
         raise Taken([sum(row["assistant_mask"]) for row in taken])
 
-    trainer = SimpleNamespace(
-        train_dataset=rows, longest=300, data_collator=collate, _check_windows=lambda order, rows: None
-    )
+    trainer = SimpleNamespace(train_dataset=rows, longest=300, data_collator=collate)
     with pytest.raises(Taken) as found:
         DraftHeadTrainer.start_head(trainer, 64)
     (lengths,) = found.value.args
