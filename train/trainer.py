@@ -133,7 +133,7 @@ class DraftHeadTrainer(Trainer):
         with self.target.whole_layers():
             self.model.to(self.target.device).start_from(hidden, self.view, *aux_hidden)
 
-    def _windows(self, batch: dict[str, Tensor]) -> int:
+    def _windows(self, batch: dict[str, Any]) -> int:
         return int(self.model.count_windows(**{name: x for name, x in batch.items() if "hidden" not in name}))
 
     def _check_windows(self, order: list[int], rows: int) -> None:
