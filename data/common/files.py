@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -77,8 +77,9 @@ def replacing(path: Path) -> Iterator[Path]:
             os.close(folder)
 
 
-def read_manifest(path: Path, version: int, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file of a `format_version`; ValueError, which ends with the remedy, for any other."""
+def read_manifest(path: Path, version: int, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The object in a JSON file of a `format_version` that has these keys; ValueError, which ends with the remedy, for
+    any other."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -86,6 +87,8 @@ def read_manifest(path: Path, version: int, remedy: str) -> dict[str, Any]:
     found = manifest.get("format_version") if isinstance(manifest, dict) else None
     if found != version:
         raise ValueError(f"{path} must have format_version {version}; got {found!r}; {remedy}")
+    if missing := [key for key in keys if key not in manifest]:
+        raise ValueError(f"{path} is damaged (it has no {', '.join(missing)}); {remedy}")
     return dict(manifest)
 
 

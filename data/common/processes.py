@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
+
 TOKEN = ".shared-"  # prefix of the file that shows whether all processes see the same folder
+_TOLD_AFTER = 60.0  # seconds; `WORLD_SIZE` may also be what another program has left in the environment
 _LONGEST_WAIT = timedelta(days=7)  # for a process whose share of the work takes longer
 
 
@@ -31,7 +36,13 @@ class Processes:
         """As the launcher's environment says; opens the process group, through which they wait for each other."""
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
+            late = Timer(_TOLD_AFTER, logger.warning, ("waiting for all of WORLD_SIZE=%d processes to start", count))
+            late.daemon = True
+            late.start()
+            try:
+                dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
+            finally:
+                late.cancel()
         return cls(int(os.environ.get("RANK", "0")), count) if count > 1 else cls()
 
     @classmethod

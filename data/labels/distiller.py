@@ -169,7 +169,10 @@ class Distiller:
         return record | {name: hidden_bytes(x) for name, x in stored.items()}
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
-        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
+        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be.
+
+        Rows that begin anew since another token than the template's ended an answer are not foreseen.
+        """
         total = 0
         for i, record in enumerate(conversations):
             row = self._new_row(i, record)
@@ -305,12 +308,16 @@ class Distiller:
             row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
 
     def _kept_tokens(self, row: Row, messages: Messages, text: str) -> list[int] | None:
-        """The row's own tokens followed by the next prompt; None where `text`, that prompt, rewrites what was there."""
+        """The row's own tokens followed by the next prompt; None where `text`, that prompt, rewrites what was there.
+
+        So it does an end of the answer that is not the template's, as `<|endoftext|>` for `<|im_end|>`.
+        """
         answer, complete = row.answer
         added = text[len(row.text) :].lstrip()
         if not row.ids or not complete or not text.startswith(row.text) or not added.startswith(answer):
             return None
-        return row.ids + self.renderer.next_turn(messages, row.extra, row.ids[-1])
+        added = self.renderer.next_turn(messages, row.extra, row.ids[-1])
+        return None if added is None else row.ids + added
 
 
 def _with_answer(messages: Messages, text: str) -> Messages:

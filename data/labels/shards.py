@@ -175,7 +175,9 @@ class ShardFolder:
     ) -> None:
         """Write one shard; `entry` (first_row, source_rows, skipped …) is added to the manifest as it is.
 
-        A shard that another process has finished meanwhile is kept instead.
+        A shard that another process has finished meanwhile is kept instead. ValueError where another distillation has
+        begun in the folder, as when a process outlives a launcher that was killed.
+
         states: the columns of raw bytes, an [L, ·] tensor each, its type in the manifest
         """
         path = self._path(entry["first_row"])
@@ -199,6 +201,13 @@ class ShardFolder:
                     written += len(batch)
             file.flush()
             os.fsync(file.fileno())
+        on_disk = _read_manifest(self.folder)
+        if any(on_disk.get(key) != self.manifest.get(key) for key in _HEADER):
+            temporary.unlink()
+            raise ValueError(
+                f"{self.folder} now holds another distillation, which began while this process was still running: "
+                f"{path.name} is not written; end this run, and give each an output of its own"
+            )
         if path.exists():
             temporary.unlink()
             logger.warning("%s was finished by another process; that one is kept", path)
@@ -306,7 +315,8 @@ def _checksum(path: Path, changed: int) -> str:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    return read_manifest(folder / MANIFEST, FORMAT_VERSION, "make the folder again with overwrite")
+    keys = (*_HEADER, "shards", "counts", "complete")
+    return read_manifest(folder / MANIFEST, FORMAT_VERSION, "make the folder again with overwrite", keys)
 
 
 def check_apart(source: str, output: str) -> None:

@@ -211,13 +211,14 @@ class ChatRenderer(ChatText):
                 prompt[-24:],
             )
 
-    def next_turn(self, messages: Messages, extra: Extra = None, ended_by: int | None = None) -> list[int]:
+    def next_turn(self, messages: Messages, extra: Extra = None, ended_by: int | None = None) -> list[int] | None:
         """Token ids from after the last answer's end-of-turn token to the end of the next generation prompt.
 
         `messages` ends with assistant, user. Example, ChatML: `\n <|im_start|> user \n … <|im_start|> assistant \n`.
         The answer's own tokens are kept as generated: only what follows them is rendered, after a placeholder.
 
-        ended_by: the answer's last token, left out where it begins the next turn, as GLM-4's `<|user|>`
+        ended_by: the answer's last token, left out where it begins the next turn, as GLM-4's `<|user|>`; None is
+        returned where the template closes answers with another token
         """
         *_, answer, question = messages
         if (answer["role"], question["role"]) != ("assistant", "user"):
@@ -230,7 +231,9 @@ class ChatRenderer(ChatText):
         own = end + len(common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2]))
         first = first_token(offsets, end)
         stop = end_between(first, own, ids, offsets, self.closing)
-        return ids[first + (ids[first : first + 1] == [ended_by]) if stop is None else stop :]
+        if stop is None:
+            return ids[first + (ids[first : first + 1] == [ended_by]) :]
+        return ids[stop:] if ended_by in (None, ids[stop - 1]) else None
 
     def end_of_turn(self) -> int | None:
         """The added token the template closes an answer with, None when it has none."""

@@ -1,10 +1,12 @@
 """What the processes of a launcher tell each other, played by a list of what they would say."""
 
 import json
+import threading
 
 import pytest
 import torch.distributed as dist
 
+from draft_heads.data.common import processes
 from draft_heads.data.common.processes import ALONE, Processes
 
 
@@ -60,3 +62,22 @@ def test_the_file_of_a_shared_folder_goes_where_another_process_dies(tmp_path, m
     with pytest.raises(RuntimeError, match="closed by peer"):
         processes.check_shared(tmp_path, "--output")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_waits_for_others_says_so(monkeypatch):
+    said, lines = threading.Event(), []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(processes, "_TOLD_AFTER", 0.01)
+    monkeypatch.setattr(processes.logger, "warning", lambda *line: lines.append(line) or said.set())
+
+    def starts_late(*_, **__):
+        assert said.wait(10)
+
+    monkeypatch.setattr(dist, "init_process_group", starts_late)
+    assert Processes.from_environment() == Processes(0, 2)
+    assert lines == [("waiting for all of WORLD_SIZE=%d processes to start", 2)]
+    said.clear()
+    monkeypatch.setattr(processes, "_TOLD_AFTER", 0.3)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    Processes.from_environment()
+    assert not said.wait(0.6)  # it was cancelled

@@ -111,16 +111,22 @@ def test_a_target_spread_over_the_devices_gives_the_same_rows(target, source, tm
 def test_generate_answers_every_turn_and_keeps_the_targets_own_tokens(target, source, tmp_path):
     manifest = run_distill(target, source, str(tmp_path / "out"), labels="generate", max_new_tokens=20)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
-    ends, renderer, turns = {2, 4, 138}, ChatRenderer(tokenizer), []
-    for row, conversation in zip(rows_of(tmp_path / "out"), load_conversations(source)):
+    assert tokenizer.convert_ids_to_tokens(4) == "<|im_end|>"  # closes a turn; 2 and 138 end answers otherwise
+    ends, renderer, turns, expected = {2, 4, 138}, ChatRenderer(tokenizer), [], []
+    for conversation in load_conversations(source):
         messages = conversation["messages"]
         ids, mask = render_prompt(tokenizer, messages[:1]), []
         mask = [False] * len(ids)
         turns.append(0)
         for turn in (1, 3):
-            if turn == 3:
+            if turn == 3 and ids[-1] == 4:
                 tail = renderer.next_turn(messages[:3])
                 ids, mask = ids + tail, mask + [False] * len(tail)
+            elif turn == 3:  # a row of its own, with the prompt that the target gets in use
+                expected.append((conversation["id"], ids, mask))
+                answer = tokenizer.decode([token for token, own in zip(ids, mask) if own][:-1])
+                ids = render_prompt(tokenizer, [messages[0], {"role": "assistant", "content": answer}, messages[2]])
+                mask = [False] * len(ids)
             turns[-1] += 1
             for _ in range(20):
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -129,11 +135,16 @@ def test_generate_answers_every_turn_and_keeps_the_targets_own_tokens(target, so
                     break
             if ids[-1] not in ends:
                 break
-        assert (row["input_ids"], row["assistant_mask"]) == (ids, mask)
-        assert all(x == y for m, x, y in zip(mask, ids, row["greedy_ids"]) if m)
+        expected.append((conversation["id"], ids, mask))
+    rows = rows_of(tmp_path / "out")
+    assert [(row["id"], row["input_ids"], row["assistant_mask"]) for row in rows] == expected
+    assert all(
+        x == y for row in rows for m, x, y in zip(row["assistant_mask"], row["input_ids"], row["greedy_ids"]) if m
+    )
     assert set(turns) == {1, 2}  # some conversations ended at max_new_tokens, some went on
+    assert len(rows) > len(turns)  # in some another token than the template's ended the first answer
     assert manifest["counts"]["agreement"] == 1.0
-    assert 0 < manifest["counts"]["unfinished"] < 10
+    assert 0 < manifest["counts"]["unfinished"] < len(rows)
     assert manifest["counts"]["cut"] == 0
 
 
@@ -168,7 +179,7 @@ def test_questions_asked_before_are_answered_once_and_counted(target, source, tm
     twice = tmp_path / "twice.json"
     twice.write_text(json.dumps(conversations + again))
     manifest = run_distill(target, str(twice), str(tmp_path / "out"), labels="generate", max_new_tokens=4)
-    assert [row["id"] for row in rows_of(tmp_path / "out")] == [f"c{i}" for i in range(10)]
+    assert list(dict.fromkeys(row["id"] for row in rows_of(tmp_path / "out"))) == [f"c{i}" for i in range(10)]
     assert manifest["data"]["repeated"] == 3 and manifest["data"]["rows"] == 10
     recorded = run_distill(target, str(twice), str(tmp_path / "argmax"))
     assert recorded["counts"]["rows"] == 13 and recorded["data"]["repeated"] == 0

@@ -203,6 +203,32 @@ def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path)
     assert json.loads(entry.read_text())["counts"] == {"rows": 1} and manifest["complete"]
 
 
+def test_a_process_that_outlives_its_run_writes_nothing_into_the_next(target, source, tmp_path):
+    out = tmp_path / "out"
+    run_distill(target, source, str(out))
+    late = ShardFolder.join(str(out))
+    run_distill(target, source, str(out), True, max_length=40)
+    (out / "shard-00001.arrow").unlink()
+    written = {path.name: path.read_bytes() for path in out.iterdir()}
+    row = {"id": "late", "conversation": "c", "input_ids": [1], "assistant_mask": [True], "greedy_ids": [1]}
+    with pytest.raises(ValueError, match="now holds another distillation.*shard-00001.arrow is not written"):
+        late.write([row], {"first_row": 4, "source_rows": 4}, {})
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == written
+
+
+@pytest.mark.parametrize("key", ["target", "settings", "data", "shards", "complete"])
+def test_a_manifest_that_lacks_a_key_is_told_as_damaged(target, source, tmp_path, key):
+    out = tmp_path / "out"
+    manifest = run_distill(target, source, str(out))
+    (out / "manifest.json").write_text(json.dumps({name: value for name, value in manifest.items() if name != key}))
+    told = rf"manifest.json is damaged \(it has no {key}\); make the folder again with overwrite"
+    with pytest.raises(ValueError, match=told):
+        load_distilled(str(out))
+    with pytest.raises(ValueError, match=told):
+        run_distill(target, source, str(out))
+    assert run_distill(target, source, str(out), overwrite=True)["counts"] == manifest["counts"]
+
+
 def test_a_folder_that_another_run_writes_is_refused(target, source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -254,7 +280,7 @@ def test_a_killed_run_keeps_the_answers_of_its_unfinished_shard(target, source, 
     run(tmp_path / "counted", everyone)
     assert last.asked == everyone.asked - 7
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "shard-00000.arrow"]
-    kept, expected = (sorted(rows_of(place), key=itemgetter("id")) for place in (out, tmp_path / "whole"))
+    kept, expected = (sorted(rows_of(place), key=itemgetter("id", "input_ids")) for place in (out, tmp_path / "whole"))
     for row, wanted in zip(kept, expected, strict=True):
         if states is not None:
             found, own = (np.frombuffer(cells.pop("hidden")) for cells in (row, wanted))
