@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -40,7 +40,7 @@ class DraftCollator:
 
     With `packing`, each conversation goes into the first row that has room (first fit), so B may shrink. Example,
     max_length 8, lengths 5, 4, 3: rows [1 1 1 1 1 2 2 2] and [1 1 1 1 0 0 0 0]. Conversations longer than
-    `max_length` are cut, which is logged once; L is rounded up to a multiple of 8, at most to `max_length`.
+    `max_length` are cut (`labelled_within` says so); L is rounded up to a multiple of 8, at most to `max_length`.
 
     Without rows it makes one row of padding, for a process whose share is empty; `state_sizes` are the H and k·H of its
     states.
@@ -52,7 +52,6 @@ class DraftCollator:
     hidden_dtype: torch.dtype | None = None
     aux_hidden: bool = False
     state_sizes: tuple[int, ...] = ()
-    _warned: bool = field(default=False, init=False, repr=False)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         bins: list[list[Mapping[str, Any]]] = []
@@ -69,15 +68,7 @@ class DraftCollator:
         return self._fill(bins or [[]], min(-(-longest // 8) * 8, self.max_length))
 
     def _length(self, row: Mapping[str, Any]) -> int:
-        length = len(row["input_ids"])
-        if length > self.max_length and not self._warned:
-            self._warned = True
-            logger.warning(
-                "max_length %d cuts conversations of up to %d tokens; raise it to train on all of them",
-                self.max_length,
-                length,
-            )
-        return min(length, self.max_length)
+        return min(len(row["input_ids"]), self.max_length)
 
     def _fill(self, bins: list[list[Mapping[str, Any]]], length: int) -> dict[str, Tensor]:
         shape = (len(bins), length)
@@ -147,18 +138,51 @@ def row_lengths(dataset: datasets.Dataset) -> list[int]:
     return [length for batch in batches for length in pc.list_value_length(batch["input_ids"]).to_pylist()]
 
 
+def labelled_within(dataset: datasets.Dataset, max_length: int) -> datasets.Dataset:
+    """The rows with a label among their first `max_length` tokens; the first process logs how many are cut there, and
+    how many of those are left out. All rows where none has one: there a head says what it needs."""
+    lengths = np.array(row_lengths(dataset))
+    without = lengths > max_length
+    if not (cut := int(without.sum())):
+        return dataset
+    for rows, _ in _labels(dataset, max_length):
+        without[rows] = False
+    if without.all():
+        return dataset
+    kept = np.flatnonzero(~without)
+    if Processes.current().rank == 0:
+        bare = f"; {len(dataset) - len(kept):,} of them have no label before it and are left out"
+        logger.warning(
+            "max_length %d cuts %s of %s conversations, of up to %s tokens%s; raise it to train on all of them",
+            max_length,
+            f"{cut:,}",
+            f"{len(dataset):,}",
+            f"{lengths.max():,}",
+            bare if len(kept) < len(dataset) else "",
+        )
+    return dataset if len(kept) == len(dataset) else dataset.select(kept)
+
+
 def label_counts(dataset: datasets.Dataset, vocab_size: int, max_length: int) -> Tensor:
     """[V] int64, occurrences among the greedy labels of the assistant's tokens, rows cut to `max_length`.
 
     Worked example: greedy_ids (−100, 4, 4, 2, 9) with mask (0, 0, 1, 1, 1) and max_length 4: one 4 and one 2.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
-    columns = dataset.select_columns(["greedy_ids", "assistant_mask"]).with_format("arrow")
+    for _, labels in _labels(dataset, max_length):
+        counts += np.bincount(labels, minlength=vocab_size)
+    return torch.from_numpy(counts)
+
+
+def _labels(dataset: datasets.Dataset, max_length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(row, label) of each label among the assistant's tokens, rows cut to `max_length`, in parts."""
+    columns, first = dataset.select_columns(["greedy_ids", "assistant_mask"]).with_format("arrow"), 0
     for batch in columns.iter(batch_size=1000):
         rows = pa.concat_arrays(batch["greedy_ids"].chunks)
         lengths = rows.value_lengths().to_numpy(zero_copy_only=False)
         labels = rows.flatten().to_numpy(zero_copy_only=False)
         mask = pa.concat_arrays(batch["assistant_mask"].chunks).flatten().to_numpy(zero_copy_only=False)
         position = np.arange(len(labels)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        counts += np.bincount(labels[mask & (labels >= 0) & (position < max_length)], minlength=vocab_size)
-    return torch.from_numpy(counts)
+        found = mask & (labels >= 0) & (position < max_length)
+        yield np.repeat(np.arange(first, first + len(lengths)), lengths)[found], labels[found]
+        first += len(lengths)

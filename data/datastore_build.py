@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.common.files import checksum, names_path, write_text
+from draft_heads.data.common.files import checksum, replacing, write_text
 from draft_heads.data.datastore import ARRAYS, DEPTH, FORMAT_VERSION, MANIFEST, unsigned
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.labels.shards import MANIFEST as DISTILLED
@@ -72,10 +73,11 @@ def build_datastore(
     }
     arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
-    for name, array in arrays.items():
-        with names_path(folder / f"{name}.npy"):
-            np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    with ExitStack() as written:  # whose end renames them: who has read the old ones goes on with those
+        for name, array in arrays.items():
+            with written.enter_context(replacing(folder / f"{name}.npy")).open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+        (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
     manifest["checksums"] = {name: checksum(folder / f"{name}.npy") for name in ARRAYS}
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     return manifest

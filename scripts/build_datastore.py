@@ -20,7 +20,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.configs.options import add_flags, option_names
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.datastore import MANIFEST
+from draft_heads.data.datastore import ARRAYS, MANIFEST
 from draft_heads.data.datastore_build import build_datastore, is_distilled
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer, load_tokenizer
 from draft_heads.data.text.conversations import DatasetOptions
@@ -32,6 +32,14 @@ from draft_heads.scripts.decoding_options import check_positive, script_parser
 def run(options: argparse.Namespace) -> None:
     check_positive(options, "limit")
     check_output(options.output, options.overwrite, MANIFEST)
+    there = [f"{name}.npy" for name in ARRAYS if (options.output / f"{name}.npy").exists()]
+    if there and not options.overwrite:
+        raise ValueError(
+            f"--output {options.output} holds {there[0]}, and no finished datastore; add --overwrite to replace it, or "
+            "name another folder"
+        )
+    if options.output.is_file():
+        raise ValueError(f"--output must be a folder; {options.output} is a file; name another one")
     check_source(options.dataset)
     if options.output.resolve() == Path(options.dataset).resolve():
         raise ValueError(f"--output must be another folder than --dataset; both are {options.output}; name a new one")

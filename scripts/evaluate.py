@@ -136,6 +136,11 @@ def decode_and_judge(
     with processes.first_alone() as first:
         if first:
             parts.begin(run, options.overwrite)
+            try:  # again: a run that held the folder may have ended while this one loaded its target
+                check_output(options.output, options.overwrite, finished)
+            except ValueError:
+                parts.clear()
+                raise
             clear_output(options.output, finished)
     processes.check_shared(parts.folder, "--output")
     groups = len(groups_of(benchmarks, group_size))

@@ -115,7 +115,7 @@ def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) ->
 def delete_incomplete(run: Path) -> None:
     """Delete checkpoints whose writing a kill cut short; a line names each."""
     for path in incomplete_checkpoints(run):
-        print(f"{path} was cut short by a kill; deleting it", flush=True)
+        print(f"{path} was not written to its end; deleting it", flush=True)
         shutil.rmtree(path)
 
 

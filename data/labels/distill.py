@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
@@ -299,11 +300,15 @@ def preview(
     console.print(Text.assemble(("⟦trained tokens⟧", _TRAINED)))
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
 def mark_trained(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
     """The text of `ids`, special tokens shown, runs of `mask` between ⟦ ⟧ and in colour where there is one."""
     text = Text()
     for trained, run in groupby(zip(mask, ids), key=itemgetter(0)):
         part = [token for _, token in run]
         decoded = tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text.append(f"⟦{decoded}⟧" if trained else str(decoded), style=_TRAINED if trained else "")
+        decoded = _CONTROL.sub(lambda found: repr(found[0])[1:-1], str(decoded))  # a terminal would follow or drop it
+        text.append(f"⟦{decoded}⟧" if trained else decoded, style=_TRAINED if trained else "")
     return text

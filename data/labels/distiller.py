@@ -316,8 +316,8 @@ class Distiller:
         added = text[len(row.text) :].lstrip()
         if not row.ids or not complete or not text.startswith(row.text) or not added.startswith(answer):
             return None
-        added = self.renderer.next_turn(messages, row.extra, row.ids[-1])
-        return None if added is None else row.ids + added
+        following = self.renderer.next_turn(messages, row.extra, row.ids[-1])
+        return None if following is None else row.ids + following
 
 
 def _with_answer(messages: Messages, text: str) -> Messages:

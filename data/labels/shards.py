@@ -345,7 +345,8 @@ def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
     shared = {name: value for name, value in own.items() if name in made_for}  # of what an older version wrote
     different = [(f"target.fingerprint.{name}", there, here) for name, there, here in compared(made_for, shared)]
     for of in (known, asked):
-        of["target"] = {"path": os.path.normpath(of["target"]["path"])}
+        path = of["target"]["path"]
+        of["target"] = {"path": str(Path(path).resolve()) if Path(path).is_dir() else path}
         of["data"] = {name: value for name, value in (of["data"] or {}).items() if name != "source"}
     old, new = _flatten(known), _flatten(asked)
     different += [(key, old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)]

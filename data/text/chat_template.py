@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from copy import copy
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +23,8 @@ CHAT_TEMPLATE_HELP = (
 )
 
 PROBE_TEXT = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
-"""Two vocabularies with equal entries may still split text differently: this one is split to compare them."""
+"""Two vocabularies with equal entries may still split text differently: this one is split to compare them. A tokenizer
+that does not give it back loses such characters of any text."""
 
 
 def read_chat_template(name_or_path: str) -> str:
@@ -86,9 +89,35 @@ def load_tokenizer(path: str, chat_template: str | None = None, option: str = "-
             f"{option} {path} is no tokenizer's folder or hub id ({reason}); give one with tokenizer.json"
         ) from None
     _check_its_file(tokenizer, path, option)
+    kept = str(tokenizer.decode(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]))
+    if lost := [letter for letter in dict.fromkeys(PROBE_TEXT) if letter.strip() and letter not in kept]:
+        logger.warning(
+            "%s %s: its tokenizer does not keep every character, for example %s: heads learn texts without them, as "
+            "the target reads them",
+            option,
+            path,
+            " ".join(lost),
+        )
     if template is not None:
         tokenizer.chat_template = template
     return tokenizer
+
+
+def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, or a copy whose offsets hold the white space of a token, as those of ` There` from the space on.
+
+    The byte-level tokenizers of GPT-NeoX and RoBERTa leave it out (`trim_offsets` of their post-processor).
+    """
+    own = tokenizer.backend_tokenizer
+    if own.post_processor is None or b'"trim_offsets":true' not in own.post_processor.__getstate__():
+        return tokenizer
+    state = json.loads(own.to_str())
+    steps = state["post_processor"]
+    for step in (steps, *steps.get("processors", ())):
+        step |= {"trim_offsets": False} if "trim_offsets" in step else {}
+    other = copy(tokenizer)
+    other._tokenizer = Tokenizer.from_str(json.dumps(state))
+    return other
 
 
 def _check_its_file(tokenizer: PreTrainedTokenizerBase, path: str, option: str) -> None:

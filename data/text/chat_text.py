@@ -12,10 +12,11 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.chat_template import template_source, template_variables
+from draft_heads.data.text.chat_template import template_source, template_variables, with_whole_offsets
 from draft_heads.data.text.errors import ControlTokenError, ConversationError, check_unicode
 from draft_heads.data.text.marks import (
     PLACEHOLDER,
+    control_token,
     lost_word,
     marked,
     marked_calls,
@@ -62,6 +63,7 @@ class ChatText:
                 "tokenizer (a folder with tokenizer.json)"
             )
         self.tokenizer = tokenizer
+        self._splits = with_whole_offsets(tokenizer)
         template = tokenizer.get_chat_template()
         self.has_generation_block = bool(_GENERATION_BLOCK.search(template))
         self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
@@ -156,7 +158,7 @@ class ChatText:
                 continue
             control = self._in_no_answer if role == "assistant" else self._control | self._in_source
             for text in texts_in({key: value for key, value in mapping.items() if key != "role"}):
-                if found := next((token for token in control if token in text), None):
+                if found := control_token(self.tokenizer, text, control):
                     raise ControlTokenError(
                         f"a control token in someone's text: {found!r} in {where} would be encoded as "
                         "that token and not as its characters; write it otherwise, for example with a space",
@@ -382,7 +384,7 @@ class ChatText:
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         check_unicode(text)
-        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded: Any = self._splits(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
     def _placeholder(self, messages: Messages) -> str:

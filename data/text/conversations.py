@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from unicodedata import normalize
 
 from draft_heads.configs.options import option
 from draft_heads.data.text.json_files import MalformedJson
@@ -65,7 +66,11 @@ class Conversation(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Names conversations by all that is asked in them: the target answers those of one key alike."""
+        """Names conversations by all that is asked in them: the target answers those of one key alike.
+
+        Texts that differ in the white space around them, or in how accents are written (NFC, NFD), are one: chat
+        templates trim, and tokenizers compose.
+        """
         return self._hash([turn for turn in self.messages if turn["role"] in ("system", "user")])
 
     @property
@@ -75,7 +80,8 @@ class Conversation(NamedTuple):
         return self._hash(self.messages[: asked[0] + 1] if asked else self.messages)
 
     def _hash(self, questions: Messages) -> str:
-        return hashlib.sha256(json.dumps([questions, self.extra], sort_keys=True).encode()).hexdigest()[:16]
+        said = [{**turn, "content": normalize("NFC", str(turn.get("content") or "")).strip()} for turn in questions]
+        return hashlib.sha256(json.dumps([said, self.extra], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def untrained(self) -> tuple[int, ...]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import io
+import json
 import logging
 import re
 import urllib.error
@@ -24,6 +26,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.common.files import checksum
 from draft_heads.data.text.json_files import GZIP, MalformedJson, file_rows, local_rows
 
 logger = logging.getLogger(__name__)
@@ -129,7 +132,8 @@ def _dataset_rows(
                 _check_folder(source)
                 if is_copy and config not in datasets.get_dataset_config_names(source):
                     config = None  # this folder has other parts, or none
-            loaded = _files_of_text(source, config) or datasets.load_dataset(source, name=config)
+            loaded = _files_of_text(source, config)
+            loaded = loaded or datasets.load_dataset(source, name=config, cache_dir=_cache_of(source))
         except ConnectionError as error:
             raise ValueError(
                 f"{source} is no local file, and the hub cannot be reached ({error}); pass a copy as {_passed(option)}"
@@ -168,6 +172,20 @@ def _dataset_rows(
     rows = loaded if isinstance(loaded, _Files) else (("", _without_none(record, loaded.features)) for record in loaded)
     for row, (where, record) in enumerate(rows, start=1):
         yield f"row {row}" + (f" of split {split}" if split else "") + where, record
+
+
+def _cache_of(source: str) -> str | None:
+    """Where `datasets` keeps its copy of a folder: its own place names files by their time stamps, which other content
+    may share. None for what is on the hub."""
+    base = Path(source)
+    if not base.is_dir():
+        return None
+    import datasets
+
+    files = (path for path in sorted(base.rglob("*")) if path.is_file() and not _is_hidden(path.relative_to(base)))
+    content = [(str(path.relative_to(base)), checksum(path)) for path in files]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / f"of_content_{digest}")
 
 
 def _mixed_text(form: Any, name: str = "") -> str:

@@ -7,7 +7,7 @@
                                     of the object under the key a
     recognised_by: [id]             further keys that it has where the benchmark is not named: `keys` alone are those of
                                     other files too
-    prompt: "…\\n\\n{document}"       the user's message: {KEY} is the row's text under that key
+    prompt: "…\\n\\n{document}"       the user's message: {KEY} is the row's text under that key, which may have spaces
     optional: [input]               keys without which, or with an empty text, their paragraph of the prompt is left out
     reference: summary              the key of the correct answer
     id: id                          the key of the question's id (default: question_id, prompt_id or id, else its place)
@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "benchmarks"
 SCORES = ("accuracy", "rouge2", "pass_at_1")
 _TEXTS = ("source", "config", "split", "prompt", "reference", "id", "score")
 _LISTS = ("keys", "recognised_by", "optional", "unread")
-_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
+_NAME = r"[\w.]+(?:[ -]+[\w.]+)*"
+"""What is taken for the name of a key between braces, whether or not there is one."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class Description:
         named = {key for key in (self.reference, self.id) if key is not None}
         return {*self.keys, *self.recognised_by, *self.optional, *self.unread, *named}
 
+    @cached_property
+    def placeholder(self) -> re.Pattern[str]:
+        """A {KEY} of the prompt: any of the keys that it may have, or what looks like one."""
+        known = sorted(map(re.escape, {*self.keys, *self.optional}), key=len, reverse=True)
+        return re.compile(rf"\{{({'|'.join([*known, _NAME])})\}}")
+
     def has_form_of(self, row: Mapping[str, Any], named: bool = True) -> bool:
         """Whether a row is one that `prompt` is for; `named`: its file is said to be of this benchmark."""
         wanted = {*self.keys, *(() if named else self.recognised_by)}
@@ -81,8 +88,8 @@ class Description:
         """
         assert self.prompt is not None
         empty = {key for key in self.optional if row.get(key) in (None, "", [])}
-        paragraphs = [part for part in self.prompt.split("\n\n") if not empty & set(_PLACEHOLDER.findall(part))]
-        return _PLACEHOLDER.sub(lambda found: written(row[found[1]]), "\n\n".join(paragraphs))
+        paragraphs = [part for part in self.prompt.split("\n\n") if not empty & set(self.placeholder.findall(part))]
+        return self.placeholder.sub(lambda found: written(row[found[1]]), "\n\n".join(paragraphs))
 
 
 @cache
@@ -164,13 +171,18 @@ def _check(path: Path, found: Description) -> None:
         if given := [key for key in (*_LISTS, "reference", "id", "score") if getattr(found, key)]:
             raise ValueError(f"{path}: {given[0]} is of rows that a prompt is made from; add prompt: '… {{KEY}}'")
         return
-    asked = set(_PLACEHOLDER.findall(found.prompt))
+    asked = set(found.placeholder.findall(found.prompt))
     if missing := sorted(asked - {*found.keys, *found.optional}):
         raise ValueError(f"{path}: each {{KEY}} of prompt is in keys or optional; {missing[0]!r} is not: add it")
+    formatted = re.findall(r"\{([^{}!:]+)([!:][^{}]*)\}", found.prompt)
+    if wrong := next((key + how for key, how in formatted if key.strip() in {*found.keys, *found.optional}), None):
+        raise ValueError(
+            f"{path}: {{KEY}} of prompt is the row's text as it is, received {{{wrong}}}; write the key alone"
+        )
     if not asked:
         raise ValueError(f"{path}: prompt has a {{KEY}} of the row, received {found.prompt!r}")
     for paragraph in found.prompt.split("\n\n"):
-        named = dict.fromkeys(_PLACEHOLDER.findall(paragraph))
+        named = dict.fromkeys(found.placeholder.findall(paragraph))
         optional, required = ([key for key in named if (key in found.optional) == side] for side in (True, False))
         if optional and required:
             raise ValueError(

@@ -1,11 +1,13 @@
 """What of its input a chat template renders: which texts have a place in a rendering, also texts that are nowhere else,
-in place of those of the input."""
+in place of those of the input; and which tokens a text has that mark turns."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
 
@@ -81,3 +83,17 @@ def texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, (Mapping, list, tuple)):
         for item in (*value, *value.values()) if isinstance(value, Mapping) else value:
             yield from texts_in(item)
+
+
+def control_token(tokenizer: PreTrainedTokenizerBase, text: str, control: Collection[str]) -> str | None:
+    """A token of `control` that the tokenizer makes of a part of the text.
+
+    A normaliser that changes letters makes it of other spellings too, as of `<|USER|>`.
+    """
+    if found := next((token for token in control if token in text), None):
+        return found
+    added = tokenizer.added_tokens_decoder
+    if tokenizer.backend_tokenizer.normalizer is None or not any(one.normalized for one in added.values()):
+        return None
+    encoded: Any = tokenizer(text, add_special_tokens=False, verbose=False)
+    return next((added[i].content for i in encoded["input_ids"] if i in added and added[i].content in control), None)

@@ -20,13 +20,15 @@ METADATA = {
     *("task_category", "other_task_category", "gen_response_configs", "pre_query_template"),
     *("turn", "turns", "turn_identifier", "length", "tokens", "used_in_training", "skip_prompt_formatting"),
     *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
-    *("parallel_tool_calls", "__index_level_0__"),
+    "parallel_tool_calls",
 }
 _TASKS = {"task", "subtask", "info"}
 _LABELS = {*_TASKS, "source", "sources", "subject", "topic", "topics", "domain"}
 """Those that hold labels in most files, and in some a passage, or (those of a task) an instruction."""
-_SENTENCE = re.compile(r"\s.*[.!?:]\W*\Z|[。！？]", re.DOTALL)
-_SPACE_OR_END = re.compile(r"[\s。！？]")
+_ENDS = "。！？｡"
+"""Signs that end a sentence in scripts without spaces; in others `.`, `!`, `?` and those of other alphabets do."""
+_SENTENCE = re.compile(rf"\s.*[.!?:…؟۔।॥։።፧།៕။]\W*\Z|[{_ENDS}]", re.DOTALL)
+_SPACE_OR_END = re.compile(rf"[\s{_ENDS}]")
 _OF_THE_ROW = {
     *("source", "page", "site", "home", "base", "web", "repo", "github", "paper", "article", "post", "user"),
     *("author", "creator", "owner", "worker", "annotator", "conversation", "chat", "thread", "session", "dialog"),
@@ -40,7 +42,7 @@ _METADATA_FORM = re.compile(
     r"(?!.*(train|mask|loss|weight|image|audio|video))"
     r"((num|n|avg|score|is|has)_\w+|\w+_(hash|score|scores|rating|count|length|tokens|source|version|category|split|generator)"
     rf"|((?:{'|'.join(_OF_THE_ROW)})_)+(id|ids|url)"
-    r"|Unnamed: 0(\.\d+)?)"  # the index of a table that pandas wrote
+    r"|Unnamed: 0(\.\d+)?|__index_level_\d+__)"  # the index of a table that pandas wrote
 )
 """Keys of a row or a turn that say nothing about its text, by name, and by form where the value is short: addresses and
 ids are those of `_OF_THE_ROW`, for others (`file_ids`, `gif_url`) may be of what the text is about."""

@@ -23,7 +23,8 @@ _ASK_NOTHING: list[tuple[str, Any]] = [("prefix", False), ("train_on_inputs", Fa
 _ASK_NOTHING += [("channel", "final"), ("recipient", "all")]
 _ASK_NOTHING += [(key, True) for key in _WANTED] + [(key, False) for key in _UNWANTED]
 _FLAGS = {*TRAINED, *(key for key, _ in _ASK_NOTHING), "thinking", "enable_thinking"} - {"channel", "recipient"}
-_FLAG_TEXTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+_FLAG_TEXTS = dict.fromkeys(("true", "yes", "y", "1", "1.0"), True)
+_FLAG_TEXTS |= dict.fromkeys(("false", "no", "n", "0", "0.0"), False)
 
 
 def flag(key: str, value: Any) -> Any:
@@ -38,5 +39,6 @@ def asks_nothing(key: str, value: Any) -> bool:
 
 def is_refused(key: str, value: Any) -> bool:
     """Whether a key with a value that asks for something changes the text or the mask in a way that nothing follows."""
-    unwanted = (key in _WANTED and value == 0) or (key in _UNWANTED and value == 1)  # false and true, too
+    names = key == "label" and value != 0  # anything but KTO's false
+    unwanted = key in OF_THE_ANSWER and not names and not asks_nothing(key, value)
     return unwanted or key in _NOT_READ or _MEDIA_FORM.fullmatch(key) is not None

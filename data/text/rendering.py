@@ -42,10 +42,12 @@ from draft_heads.data.text.token_spans import (
     end_between,
     end_of_placeholder,
     first_token,
+    is_bare,
     left_out,
     packed,
     part_in_block,
     scaffold_end,
+    untrained,
 )
 from draft_heads.data.text.turns import last_question, texts_of, trained_answers
 
@@ -150,12 +152,11 @@ class ChatRenderer(ChatText):
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and message.get("trained") is not False:
                 first, last = self._token_span(whole, number, marked)
-                if first == last and marked is None:
-                    raise ConversationError(
-                        f"an answer that is trained on has tokens, and turn {number} (assistant) has none: the chat "
-                        "template closes it with no end token of the target; name that token as eos_token_id in its "
-                        "generation_config.json, mark the turn with {% generation %}, or give it weight 0"
-                    )
+                answer = str(message.get("content") or "").strip() if first < last else ""
+                bare = answer and is_bare(text, whole.ids[first:last], whole.offsets[first:last], self.ends)
+                lost = bare and not str(self.tokenizer.decode(self._encode(answer)[0])).strip()
+                if lost or (first == last and marked is None):
+                    raise untrained(number, answer)
                 holes = between_blocks(first, last, text, whole.offsets, marked) if marked else ()
                 mask[first:last] = [i not in holes for i in range(first, last)]
         enclosed = mask if marked is None else [trained or mark for trained, mark in zip(mask, marked)]

@@ -57,6 +57,25 @@ def part_in_block(
     return first if from_start else begin, last if to_end else end + 1
 
 
+def is_bare(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], ends: Collection[int]) -> bool:
+    """Whether tokens are those of `ends` and of white space alone."""
+    return not any(text[slice(*place)].strip() for token, place in zip(ids, offsets) if token not in ends)
+
+
+def untrained(number: int, answer: str) -> ConversationError:
+    """The error of a turn to be trained on that has no tokens or, with an `answer`, none for that."""
+    if answer:
+        return ConversationError(
+            f"an answer that is trained on has tokens, and turn {number} (assistant) has none but its end: the "
+            f"tokenizer has none for {answer[:20]!r}; leave it out"
+        )
+    return ConversationError(
+        f"an answer that is trained on has tokens, and turn {number} (assistant) has none: the chat "
+        "template closes it with no end token of the target; name that token as eos_token_id in its "
+        "generation_config.json, mark the turn with {% generation %}, or give it weight 0"
+    )
+
+
 def between_blocks(first: int, last: int, text: str, offsets: list[tuple[int, int]], marked: list[bool]) -> set[int]:
     """Of the tokens [first, last) of a turn with several blocks those that stand between two of them, unless white
     space is all that does: the model writes that."""

@@ -22,6 +22,7 @@ from draft_heads.data.text.json_rows import read_rows
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.metrics import accepted_by_source, shown_name
+from draft_heads.inference.evaluation.report import PICTURES
 
 QuestionId = int | str
 QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
@@ -195,12 +196,14 @@ def _checked(values: list[Any], where: str, kind: Any) -> list[Any]:
 
 
 def check_answers(output: Path, overwrite: bool) -> None:
-    """ValueError for answers in `output` that are of no run there, which `write_answers` would delete."""
+    """ValueError for answers or parts of a report in `output` that are of no run there, which would be replaced."""
     known = overwrite or any((output / name).exists() for name in ("report.json", "parts/run.json"))
-    if not known and (found := sorted((output / "answers").glob("*.jsonl"))):
+    written = [output / name for name in ("report.md", "report.html", *PICTURES)]
+    found = [*sorted((output / "answers").glob("*.jsonl")), *(path for path in written if path.exists())]
+    if not known and found:
         raise ValueError(
-            f"--output replaces the answers in its folder; {found[0]} is there without a report.json; choose another "
-            "folder, move the answers away or add --overwrite"
+            f"--output replaces the answers and the report in its folder; {found[0]} is there without a report.json; "
+            "choose another folder, move it away or add --overwrite"
         )
 
 

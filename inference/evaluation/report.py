@@ -117,6 +117,8 @@ def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
     from draft_heads.inference.evaluation import plots  # loading matplotlib takes half a second
 
     names = PICTURES if report["target"] else REPLAY_PICTURES
+    for stale in {*PICTURES} - {*names}:  # of an evaluation that a replay replaces
+        (folder / stale).unlink(missing_ok=True)
     for name in names:
         with names_path(folder / name):
             getattr(plots, Path(name).stem)(report).savefig(folder / name, dpi=150)

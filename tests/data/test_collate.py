@@ -4,7 +4,7 @@ import datasets
 import pytest
 import torch
 
-from draft_heads.data.collate import DraftCollator, split_held_out
+from draft_heads.data.collate import NO_LABEL, DraftCollator, labelled_within, split_held_out
 from draft_heads.data.labels.hidden_cache import check_disk, hidden_bytes, hidden_from_bytes
 
 
@@ -60,12 +60,38 @@ def test_packing_keeps_every_token_once():
     assert batch["mask"].sum() == sum(sum(r["assistant_mask"]) for r in rows)
 
 
-def test_longer_conversation_is_cut_and_said_once(caplog):
-    collate = DraftCollator(pad_id=0, max_length=6)
-    for _ in range(2):
-        batch = collate([row(100, 10)])
+def test_longer_conversation_is_cut():
+    batch = DraftCollator(pad_id=0, max_length=6)([row(100, 10)])
     assert batch["input_ids"].tolist() == [[100, 101, 102, 103, 104, 105]]
-    assert caplog.messages == ["max_length 6 cuts conversations of up to 10 tokens; raise it to train on all of them"]
+
+
+def test_rows_without_a_label_before_the_cut_are_left_out_and_said(caplog):
+    def answered(length, answer):
+        ids = list(range(length))
+        mask = [place >= answer for place in ids]
+        return {
+            "input_ids": ids,
+            "greedy_ids": [i if m else NO_LABEL for i, m in zip(ids, mask)],
+            "assistant_mask": mask,
+        }
+
+    rows = datasets.Dataset.from_list(
+        [answered(5, 4), answered(9, 6), answered(9, 5), answered(12, 11), answered(6, 5)] * 500
+    )
+    assert labelled_within(rows, 12) is rows and not caplog.messages
+    kept = labelled_within(rows, 6)
+    assert kept["input_ids"] == rows.filter(lambda one: sum(one["assistant_mask"][:6]) > 0)["input_ids"]
+    told = (
+        "max_length 6 cuts 1,500 of 2,500 conversations, of up to 12 tokens; 1,000 of them have no label before it and "
+    )
+    assert caplog.messages.pop() == told + "are left out; raise it to train on all of them"
+    assert len(labelled_within(rows, 8)) == 2000
+    assert labelled_within(rows.select([2]), 7)["input_ids"] == [list(range(9))]
+    assert (
+        caplog.messages[-1]
+        == "max_length 7 cuts 1 of 1 conversations, of up to 9 tokens; raise it to train on all of them"
+    )
+    assert labelled_within(rows, 3) is rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

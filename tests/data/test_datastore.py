@@ -124,6 +124,27 @@ def test_the_script_writes_a_folder_once(tmp_path, source, capsys):
     assert script.main([*words, "--overwrite"]) == 0
 
 
+def test_a_datastore_that_is_made_again_leaves_the_arrays_of_its_readers(tmp_path, source):
+    words = ["--dataset", str(source), "--tokenizer", TINY, "--output", str(tmp_path / "out")]
+    assert script.main(words) == 0
+    opened = Datastore.open(tmp_path / "out")
+    before = [np.array(opened.tokens), np.array(opened.suffixes)]
+    assert script.main([*words, "--overwrite", "--limit", "1"]) == 0
+    assert len(Datastore.open(tmp_path / "out").tokens) < len(before[0])
+    for array, kept in zip((opened.tokens, opened.suffixes), before):
+        assert np.array_equal(array, kept)
+
+
+def test_files_of_others_are_not_replaced_by_a_datastore(tmp_path, source, capsys):
+    words = ["--dataset", str(source), "--tokenizer", TINY, "--output", str(tmp_path / "out")]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "starts.npy").write_text("mine")
+    assert script.main(words) == 2
+    assert "holds starts.npy, and no finished datastore; add --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "out" / "starts.npy").read_text() == "mine"
+    assert script.main([*words[:-1], str(source)]) == 2
+
+
 @pytest.mark.parametrize(
     "change,told",
     [

@@ -358,6 +358,11 @@ def test_what_no_run_wrote_is_not_deleted(tmp_path):
     own.write_text("{}")
     with pytest.raises(ValueError, match=r"mine\.jsonl is there without a report\.json; .* add --overwrite"):
         check_answers(tmp_path, overwrite=False)
+    own.unlink()
+    for name in ("report.md", "speedup.png"):
+        (tmp_path / name).write_text("mine")
+        with pytest.raises(ValueError, match=rf"the report in its folder; .*{name} is there without"):
+            check_answers(tmp_path, overwrite=False)
     check_answers(tmp_path, overwrite=True)
     for name in ("report.json", "parts/run.json"):  # of a finished run and of one to go on with
         (tmp_path / name).parent.mkdir(exist_ok=True)

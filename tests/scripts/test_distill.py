@@ -82,6 +82,12 @@ def test_preview_marks_exactly_the_trained_tokens():
     ]
 
 
+def test_preview_shows_signs_that_a_terminal_would_follow_or_drop():
+    tokenizer = byte_tokenizer(template("chatml"))
+    ids = tokenizer("a\r\x07\x1b[31m\tb\n", add_special_tokens=False)["input_ids"]
+    assert mark_trained(tokenizer, ids, [False] * len(ids)).plain == "a\\r\\x07\\x1b[31m\tb\n"
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -124,6 +124,21 @@ def test_a_finished_folder_needs_overwrite(command, tmp_path, capsys):
     assert evaluate.main([*command, "--limit", "2", "--overwrite"]) == 0
 
 
+def test_a_run_that_ended_while_another_one_loaded_its_target_is_not_replaced(command, tmp_path, capsys, monkeypatch):
+    load, report = evaluate.load_target, tmp_path / "out" / "report.json"
+
+    def loads_meanwhile(options):
+        report.parent.mkdir(exist_ok=True)
+        report.write_text("{}")
+        return load(options)
+
+    monkeypatch.setattr(evaluate, "load_target", loads_meanwhile)
+    assert evaluate.main([*command, "--limit", "1"]) == 2
+    assert "holds a finished run (report.json)" in capsys.readouterr().err
+    assert report.read_text() == "{}" and list(report.parent.iterdir()) == [report]
+    assert evaluate.main([*command, "--limit", "1", "--overwrite"]) == 0
+
+
 def test_prompts_of_another_day_are_noted(command, tmp_path, capsys, monkeypatch, caplog):
     """A run that was interrupted the day before is not gone on with, and a comparison says what differs."""
 

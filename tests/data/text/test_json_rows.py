@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 
 import datasets
 import pytest
@@ -356,3 +357,12 @@ def test_a_file_of_a_folders_format_may_be_read_in_a_folder(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match="write its rows as JSONL, or pass a folder with such files alone"):
         names(tmp_path / "a.parquet")
+
+
+def test_a_file_of_a_folder_that_was_replaced_is_read_anew_whatever_its_time(tmp_path):
+    """Archives, images of containers and `rsync -a` set times; `datasets` names its copies by them."""
+    file = tmp_path / "train.parquet"
+    for text in ("first", "second"):
+        datasets.Dataset.from_list([{"a": text}]).to_parquet(file)
+        os.utime(file, (0, 0))
+        assert [row for _, row in read_rows(str(tmp_path))] == [{"a": text}]

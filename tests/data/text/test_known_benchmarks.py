@@ -70,6 +70,29 @@ def test_an_input_is_a_paragraph_of_its_own_and_braces_of_a_row_stay(tmp_path):
     assert question.turns == ["Add {input}.\n\n{1, 2}"] and question.score is None
 
 
+def test_keys_with_spaces_and_signs_are_filled_in_and_formats_are_refused(tmp_path):
+    """As the headers of CSV files; LaTeX and JSON stay."""
+    row = {"Question": "Why?", "Input Text": "It rained.", "input-text": "Wet.", "a.b (c)": "d"}
+    write(tmp_path / "q.jsonl", row)
+
+    def described(prompt, *keys):
+        text = {"source": "q.jsonl", "keys": ["Question", *keys], "unread": [*row], "prompt": prompt}
+        (tmp_path / "mine.yaml").write_text(json.dumps(text))
+        return known.read_description(tmp_path / "mine.yaml")
+
+    prompt = '{Question} {Input Text} {input-text} {a.b (c)} {"x": 1} {x + 1}'
+    (question,) = load_benchmark("mine", str(described(prompt, *[*row][1:]) and tmp_path / "mine.yaml"))
+    assert question.turns == ['Why? It rained. Wet. d {"x": 1} {x + 1}']
+    for wrong in ("Input Text", "input-text"):
+        with pytest.raises(
+            ValueError, match=f"each {{KEY}} of prompt is in keys or optional; '{wrong}' is not: add it"
+        ):
+            described(f"{{Question}} {{{wrong}}}")
+    for wrong in ("Question!r", "Question:>9"):
+        with pytest.raises(ValueError, match=f"the row's text as it is, received {{{wrong}}}; write the key alone"):
+            described(f"{{{wrong}}}")
+
+
 @pytest.mark.parametrize(("value", "asked"), [(0, "Add.\n\n0"), (False, "Add.\n\nFalse"), ("", "Add."), ([], "Add.")])
 def test_only_what_holds_no_text_is_left_out_of_a_prompt(tmp_path, value, asked):
     row = {"instruction": "Add.", "input": value, "output": "0"}

@@ -35,7 +35,8 @@ def test_the_tags_of_magpie_say_nothing_of_the_text():
 
 
 def test_the_index_of_a_table_says_nothing_and_its_other_columns_without_a_name_may():
-    assert parse_record({"messages": CHAT, "Unnamed: 0": 7, "Unnamed: 0.1": "7"}).messages == CHAT
+    index = {"Unnamed: 0": 7, "Unnamed: 0.1": "7", "__index_level_1__": 3}
+    assert parse_record({"messages": CHAT} | index).messages == CHAT
     assert not carries_no_meaning("Unnamed: 0", "A rhyme, please.") and not carries_no_meaning("Unnamed: 2", 7)
 
 
@@ -129,7 +130,7 @@ def test_a_short_value_of_a_key_by_form_has_no_sentence_in_any_script():
 @pytest.mark.parametrize("key", ["label", "is_chosen", "is_preferred", "is_correct", "is_rejected", "is_bad"])
 def test_an_answer_that_is_not_wanted_is_refused_however_a_row_says_so(key):
     wanted = key not in ("is_rejected", "is_bad")
-    for yes, no in [(True, False), (1, 0), ("true", "False"), ("1", "0")]:
+    for yes, no in [(True, False), (1, 0), ("true", "False"), ("1", "0"), ("Yes", "n")]:
         good, bad = ({key: yes}, {key: no}) if wanted else ({key: no}, {key: yes})
         assert parse_record({"messages": CHAT, **good}).messages == CHAT
         assert parse_record({"messages": [CHAT[0], CHAT[1] | good]}).messages == CHAT
@@ -137,6 +138,13 @@ def test_an_answer_that_is_not_wanted_is_refused_however_a_row_says_so(key):
             with pytest.raises(ConversationError, match=f"'{key}' .*changes the text or the mask"):
                 parse_record(row)
         assert parse_record({"messages": [CHAT[0] | bad, CHAT[1]]}).messages == CHAT  # of the question
+
+
+@pytest.mark.parametrize("value", ["incorrect", -1, "maybe"])
+def test_what_is_said_of_an_answer_in_other_words_is_refused(value):
+    with pytest.raises(ConversationError, match="'is_correct' changes the text or the mask"):
+        parse_record({"messages": CHAT, "is_correct": value})
+    assert parse_record({"messages": CHAT, "label": value}).messages == CHAT  # names, in most datasets
 
 
 def test_what_is_said_of_a_recorded_answer_asks_nothing_where_the_target_writes_it_anew(tmp_path):

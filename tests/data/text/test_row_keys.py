@@ -119,6 +119,8 @@ REFUSED = [
     ({"task": "Translate to French."}, "'task' holds text that no turn has"),
     ({"info": ["Always answer in French:"]}, "'info' holds text that no turn has"),
     ({"subtask": "用法语回答。"}, "'subtask' holds text that no turn has"),
+    ({"task": "फ़्रेंच में उत्तर दो।"}, "'task' holds text that no turn has"),
+    ({"task": "ہمیشہ فرانسیسی میں جواب دیں۔"}, "'task' holds text that no turn has"),
     ({"source": "word " * 21}, "'source' holds text that no turn has"),
     ({"chat_template_kwargs": {"add_generation_prompt": True}}, "'add_generation_prompt' among"),
     ({"weight": 0.5}, "a row's 'weight' is 1 or true, received 0.5"),

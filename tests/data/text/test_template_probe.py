@@ -121,7 +121,7 @@ def test_generated_rows_have_at_most_the_tokens_that_were_estimated(form):
     if form == "rules last":
         tokenizer.chat_template = RULES_LAST
     answer = tokenizer("One two three four five six. 12 34 12 34", add_special_tokens=False)["input_ids"][:19]
-    answer += [tokenizer.eos_token_id]
+    answer += [ChatRenderer(tokenizer).end_of_turn() or tokenizer.eos_token_id]
     options = DistillOptions(labels="generate", max_new_tokens=20, max_length=250)
 
     def answers(prompts, limits):

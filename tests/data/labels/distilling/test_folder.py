@@ -1,6 +1,7 @@
 """What a distillation replaces in its folder, and when it goes on there."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def test_a_run_goes_on_with_other_paths_to_the_same_target_and_conversations(tar
     whole = run_distill(target, source, str(out))
     (out / "shard-00001.arrow").unlink()
     assert run_distill(f"{target}/", str(again), str(out))["counts"] == whole["counts"]
+    (out / "shard-00001.arrow").unlink()
+    assert run_distill(os.path.relpath(target), str(again), str(out))["counts"] == whole["counts"]
     (out / "shard-00001.arrow").unlink()
     shutil.copytree(target, tmp_path / "other")  # whose fingerprint does not see every weight
     with pytest.raises(ValueError, match=r"target.path is '.*' there, '.*other' here"):
