@@ -26,7 +26,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.common.files import checksum
 from draft_heads.data.text.json_files import GZIP, MalformedJson, file_rows, local_rows
 
 logger = logging.getLogger(__name__)
@@ -175,17 +174,18 @@ def _dataset_rows(
 
 
 def _cache_of(source: str) -> str | None:
-    """Where `datasets` keeps its copy of a folder: its own place names files by their time stamps, which other content
-    may share. None for what is on the hub."""
+    """Where `datasets` keeps its copy of a folder, by size and times of its files, also that at which each came to be
+    what it is: its own place knows the time that archives and `rsync -a` set. None for what is on the hub."""
     base = Path(source)
     if not base.is_dir():
         return None
     import datasets
 
     files = (path for path in sorted(base.rglob("*")) if path.is_file() and not _is_hidden(path.relative_to(base)))
-    content = [(str(path.relative_to(base)), checksum(path)) for path in files]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    return str(Path(datasets.config.HF_DATASETS_CACHE) / f"of_content_{digest}")
+    found = [(str(path.relative_to(base)), path.stat()) for path in files]
+    stated = [(name, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for name, one in found]
+    digest = hashlib.sha256(json.dumps([str(base.resolve()), stated]).encode()).hexdigest()[:16]
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / f"of_folder_{digest}")
 
 
 def _mixed_text(form: Any, name: str = "") -> str:

@@ -40,5 +40,5 @@ def asks_nothing(key: str, value: Any) -> bool:
 def is_refused(key: str, value: Any) -> bool:
     """Whether a key with a value that asks for something changes the text or the mask in a way that nothing follows."""
     names = key == "label" and value != 0  # anything but KTO's false
-    unwanted = key in OF_THE_ANSWER and not names and not asks_nothing(key, value)
+    unwanted = key in OF_THE_ANSWER and value is not None and not names and not asks_nothing(key, value)
     return unwanted or key in _NOT_READ or _MEDIA_FORM.fullmatch(key) is not None

@@ -145,6 +145,7 @@ def test_what_is_said_of_an_answer_in_other_words_is_refused(value):
     with pytest.raises(ConversationError, match="'is_correct' changes the text or the mask"):
         parse_record({"messages": CHAT, "is_correct": value})
     assert parse_record({"messages": CHAT, "label": value}).messages == CHAT  # names, in most datasets
+    assert parse_record({"messages": CHAT, "is_correct": None}).messages == CHAT
 
 
 def test_what_is_said_of_a_recorded_answer_asks_nothing_where_the_target_writes_it_anew(tmp_path):
