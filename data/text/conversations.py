@@ -24,6 +24,7 @@ from unicodedata import normalize
 from draft_heads.configs.options import option
 from draft_heads.data.text.json_files import MalformedJson
 from draft_heads.data.text.json_rows import is_file, read_rows
+from draft_heads.data.text.metadata_keys import notes_of
 from draft_heads.data.text.refused_keys import OF_THE_ANSWER
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
 from draft_heads.data.text.row_keys import (
@@ -143,7 +144,7 @@ def read_conversations(
     kept: list[tuple[str, str, Conversation]] = []
     bad_rows: list[BadRow] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()
-    repeated, unread = 0, Counter[str]()
+    repeated, unread, notes = 0, Counter[str](), Counter[str]()
     for place, record in read_rows(source, split, config, option="--dataset"):
         row_id, conversation, faults = _sound_part(place, record, generate)
         if faults and not skip_bad_rows:
@@ -154,6 +155,7 @@ def read_conversations(
         bad_rows += faults
         if not conversation.messages:
             continue
+        notes.update(notes_of(record))
         if generate:
             unread.update(key for key in sorted(ANSWERS & record.keys()) if record[key])
             asked = conversation.key, conversation.untrained
@@ -168,6 +170,8 @@ def read_conversations(
         logger.warning("%s: %s", source, line)
     for key, rows in unread.items():
         logger.warning("%s: rows with %r: %s; it is not read, for the target writes the answers", source, key, rows)
+    if listed := ", ".join(f"{key!r} of {rows:,}" for key, rows in notes.most_common()):
+        logger.warning("%s: taken for notes on the texts of rows, and not read: %s", source, listed)
     if not kept:
         reason = f"all {len(bad_rows)} rows are bad, the first: {bad_rows[0]}" if bad_rows else "no rows"
         raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")

@@ -64,6 +64,12 @@ def holds_text(key: str, value: Any) -> bool:
     return any(_is_long(text) or (key in _TASKS and _SENTENCE.search(text) is not None) for text in texts)
 
 
+def notes_of(record: Mapping[str, Any]) -> list[str]:
+    """The keys of a row that are passed over as notes on its text, and hold words all the same."""
+    known = (key for key in record if key != "id" and (key in METADATA or _METADATA_FORM.fullmatch(key)))
+    return [key for key in known if any(" " in text.strip() or _is_long(text) for text in _texts(record[key]))]
+
+
 def _is_short(value: Any) -> bool:
     """Whether a value holds numbers, booleans and short texts without white space or a sentence alone."""
     return all(len(text) < 200 and not (_is_long(text) or _SPACE_OR_END.search(text)) for text in _texts(value))

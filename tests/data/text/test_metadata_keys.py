@@ -34,6 +34,18 @@ def test_the_tags_of_magpie_say_nothing_of_the_text():
         parse_record(row | {"story_generator": "Begin with a dragon."})
 
 
+def test_notes_that_hold_words_are_listed(tmp_path, caplog):
+    rows = [{"messages": CHAT, "title": "My chat", "source": "web"}, {"messages": CHAT, "topics": ["Sums", "Two sums"]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in [*rows, rows[0] | {"id": "a b c"}]))
+    read_conversations(str(tmp_path / "a.jsonl"))
+    (told,) = caplog.messages
+    assert told.endswith("taken for notes on the texts of rows, and not read: 'title' of 2, 'topics' of 1")
+    caplog.clear()
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT, "source": "web", "num_turns": 2, "score": 0.5}))
+    read_conversations(str(tmp_path / "a.jsonl"))
+    assert not caplog.messages
+
+
 def test_the_index_of_a_table_says_nothing_and_its_other_columns_without_a_name_may():
     index = {"Unnamed: 0": 7, "Unnamed: 0.1": "7", "__index_level_1__": 3}
     assert parse_record({"messages": CHAT} | index).messages == CHAT
