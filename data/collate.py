@@ -139,19 +139,19 @@ def row_lengths(dataset: datasets.Dataset) -> list[int]:
 
 
 def labelled_within(dataset: datasets.Dataset, max_length: int) -> datasets.Dataset:
-    """The rows with a label among their first `max_length` tokens; the first process logs how many are cut there, and
-    how many of those are left out. All rows where none has one: there a head says what it needs."""
+    """The rows with two labels in their first `max_length` tokens; the first process logs how many are cut there, and
+    how many of those are left out. All rows where none has them: there a head says what it needs."""
     lengths = np.array(row_lengths(dataset))
     without = lengths > max_length
     if not (cut := int(without.sum())):
         return dataset
-    for rows, _ in _labels(dataset, max_length):
-        without[rows] = False
+    for rows, _ in _labels(dataset, max_length):  # a window has a base token and a label
+        without[rows[1:][rows[1:] == rows[:-1]]] = False
     if without.all():
         return dataset
     kept = np.flatnonzero(~without)
     if Processes.current().rank == 0:
-        bare = f"; {len(dataset) - len(kept):,} of them have no label before it and are left out"
+        bare = f"; {len(dataset) - len(kept):,} of them have fewer than two labels before it and are left out"
         logger.warning(
             "max_length %d cuts %s of %s conversations, of up to %s tokens%s; raise it to train on all of them",
             max_length,

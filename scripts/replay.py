@@ -36,7 +36,7 @@ from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.text.benchmarks import prompts_checksum, questions_checksum
 from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, tell_of_the_date
 from draft_heads.data.text.rendering import ChatRenderer
-from draft_heads.inference.evaluation.answer_files import Answer, read_answers
+from draft_heads.inference.evaluation.answer_files import Answer, check_answers, read_answers
 from draft_heads.inference.evaluation.comparison import CHECKSUMS, FINGERPRINT, LOADED, PROMPTS
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.meter import devices_of
@@ -76,6 +76,7 @@ def run(options: argparse.Namespace) -> None:
     use_threads(options.threads)
     specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
+    check_answers(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
     asked = answered_questions(options.questions, answers)[1] if options.questions else None
     questions = match_questions(answers, asked)

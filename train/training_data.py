@@ -47,14 +47,15 @@ def load_data(
                 f"--dataset {folder} has {' '.join(map(str, part.target_layers)) or 'the last layer only'}; distil "
                 "with the same --target_layers, or without --hidden_states"
             )
-    longest = run.max_length or max(int(part.manifest["settings"]["max_length"]) for part in parts)
-    dataset = labelled_within(datasets.concatenate_datasets([part.dataset for part in parts]), longest)
+    dataset = datasets.concatenate_datasets([part.dataset for part in parts])
     if len(dataset) <= run.held_out:
         raise ValueError(
             f"{rows_flag} {run.held_out} must leave rows to train on; --dataset {' '.join(run.dataset)} has "
             f"{len(dataset)}; lower it or distil more conversations"
         )
     training, held_out = split_held_out(dataset, rows=run.held_out)
+    longest = run.max_length or max(int(part.manifest["settings"]["max_length"]) for part in parts)
+    training = labelled_within(training, longest)
     hidden = getattr(torch, parts[0].hidden_dtype) if parts[0].hidden_dtype else None
     sizes = target.config.hidden_size, target.config.hidden_size * len(target_layers)
     collator = DraftCollator(0, longest, run.packing, hidden, bool(target_layers), sizes)

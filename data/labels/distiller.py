@@ -191,7 +191,7 @@ class Distiller:
         texts = [self.renderer.text(messages[: turn + 1], True, row.extra) for turn in row.pending]
         for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
             goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
-            if self.renderer.probe.may_rewrite or not goes_on:
+            if self.renderer.probe.may_rewrite or not goes_on or not self.renderer.closing:
                 prompt = len(self.renderer.prompt(messages[: turn + 1], row.extra))
                 yield min(self.max_length, prompt + answers * self.options.max_new_tokens)
 

@@ -54,7 +54,7 @@ def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, o
     free = shutil.disk_usage(folder).free + freed
     line = (
         f"H={hidden_size} {dtype_name(dtype)}: {per_token / 1024:g} KiB per token, "
-        f"{'' if exact else 'at most '}{tokens:,} tokens -> {_gib(needed)}, free {_gib(free)}"
+        f"{'' if exact else 'about '}{tokens:,} tokens -> {_gib(needed)}, free {_gib(free)}"
     )
     if needed > free:
         raise ValueError(

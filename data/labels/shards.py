@@ -202,7 +202,8 @@ class ShardFolder:
             file.flush()
             os.fsync(file.fileno())
         on_disk = _read_manifest(self.folder)
-        if any(on_disk.get(key) != self.manifest.get(key) for key in _HEADER):
+        own = json.loads(json.dumps({key: self.manifest.get(key) for key in _HEADER}))  # without tuples
+        if any(on_disk.get(key) != own[key] for key in _HEADER):
             temporary.unlink()
             raise ValueError(
                 f"{self.folder} now holds another distillation, which began while this process was still running: "

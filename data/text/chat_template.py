@@ -7,6 +7,7 @@ import logging
 from copy import copy
 from functools import cache
 from pathlib import Path
+from unicodedata import normalize
 
 from jinja2 import meta
 from tokenizers import Tokenizer
@@ -89,7 +90,7 @@ def load_tokenizer(path: str, chat_template: str | None = None, option: str = "-
             f"{option} {path} is no tokenizer's folder or hub id ({reason}); give one with tokenizer.json"
         ) from None
     _check_its_file(tokenizer, path, option)
-    kept = str(tokenizer.decode(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]))
+    kept = normalize("NFC", str(tokenizer.decode(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"])))
     if lost := [letter for letter in dict.fromkeys(PROBE_TEXT) if letter.strip() and letter not in kept]:
         logger.warning(
             "%s %s: its tokenizer does not keep every character, for example %s: heads learn texts without them, as "

@@ -21,6 +21,7 @@ from draft_heads.data.text.marks import (
     marked,
     marked_calls,
     marked_names,
+    respelled_tokens,
     texts_in,
     without_a_place,
 )
@@ -64,6 +65,7 @@ class ChatText:
             )
         self.tokenizer = tokenizer
         self._splits = with_whole_offsets(tokenizer)
+        self._respelled = respelled_tokens(tokenizer)
         template = tokenizer.get_chat_template()
         self.has_generation_block = bool(_GENERATION_BLOCK.search(template))
         self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
@@ -158,7 +160,7 @@ class ChatText:
                 continue
             control = self._in_no_answer if role == "assistant" else self._control | self._in_source
             for text in texts_in({key: value for key, value in mapping.items() if key != "role"}):
-                if found := control_token(self.tokenizer, text, control):
+                if found := control_token(text, control, lambda one: self._encode(one)[0], self._respelled):
                     raise ControlTokenError(
                         f"a control token in someone's text: {found!r} in {where} would be encoded as "
                         "that token and not as its characters; write it otherwise, for example with a space",

@@ -67,22 +67,22 @@ class Conversation(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Names conversations by all that is asked in them: the target answers those of one key alike.
-
-        Texts that differ in the white space around them, or in how accents are written (NFC, NFD), are one: chat
-        templates trim, and tokenizers compose.
-        """
+        """Names conversations by all that is asked in them: the target answers those of one key alike."""
         return self._hash([turn for turn in self.messages if turn["role"] in ("system", "user")])
 
     @property
     def opening(self) -> str:
-        """Names conversations by what is asked first: they have a first answer in common and are held out together."""
+        """Names conversations by what is asked first: they have a first answer in common and are held out together.
+
+        So are texts that differ in the white space around them, or in how accents are written (NFC, NFD): some chat
+        templates trim, and some tokenizers compose.
+        """
         asked = [number for number, turn in enumerate(self.messages) if turn["role"] == "user"]
-        return self._hash(self.messages[: asked[0] + 1] if asked else self.messages)
+        first = self.messages[: asked[0] + 1] if asked else self.messages
+        return self._hash([{**turn, "content": normalize("NFC", turn["content"]).strip()} for turn in first])
 
     def _hash(self, questions: Messages) -> str:
-        said = [{**turn, "content": normalize("NFC", str(turn.get("content") or "")).strip()} for turn in questions]
-        return hashlib.sha256(json.dumps([said, self.extra], sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([questions, self.extra], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def untrained(self) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ def _dataset_rows(
                 if is_copy and config not in datasets.get_dataset_config_names(source):
                     config = None  # this folder has other parts, or none
             loaded = _files_of_text(source, config)
-            loaded = loaded or datasets.load_dataset(source, name=config, cache_dir=_cache_of(source))
+            loaded = loaded or datasets.load_dataset(source, name=config, cache_dir=_cache_of(source, config))
         except ConnectionError as error:
             raise ValueError(
                 f"{source} is no local file, and the hub cannot be reached ({error}); pass a copy as {_passed(option)}"
@@ -173,18 +173,17 @@ def _dataset_rows(
         yield f"row {row}" + (f" of split {split}" if split else "") + where, record
 
 
-def _cache_of(source: str) -> str | None:
+def _cache_of(source: str, config: str | None) -> str | None:
     """Where `datasets` keeps its copy of a folder, by size and times of its files, also that at which each came to be
     what it is: its own place knows the time that archives and `rsync -a` set. None for what is on the hub."""
-    base = Path(source)
-    if not base.is_dir():
+    if not Path(source).is_dir():
         return None
     import datasets
 
-    files = (path for path in sorted(base.rglob("*")) if path.is_file() and not _is_hidden(path.relative_to(base)))
-    found = [(str(path.relative_to(base)), path.stat()) for path in files]
+    files = datasets.load_dataset_builder(source, name=config).config.data_files
+    found = [(str(path), Path(path).stat()) for path in chain(*files.values()) if Path(path).is_file()]
     stated = [(name, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for name, one in found]
-    digest = hashlib.sha256(json.dumps([str(base.resolve()), stated]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(stated).encode()).hexdigest()[:16]
     return str(Path(datasets.config.HF_DATASETS_CACHE) / f"of_folder_{digest}")
 
 

@@ -35,8 +35,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "benchmarks"
 SCORES = ("accuracy", "rouge2", "pass_at_1")
 _TEXTS = ("source", "config", "split", "prompt", "reference", "id", "score")
 _LISTS = ("keys", "recognised_by", "optional", "unread")
-_NAME = r"[\w.]+(?:[ -]+[\w.]+)*"
+_NAME = r"[\w.]+"
 """What is taken for the name of a key between braces, whether or not there is one."""
+_FORMATTED = re.compile(r"\{(\s*([^{}!:|\[\s](?:[^{}!:|\[]*[^{}!:|\[\s])?)\s*([!:|\[][^{}\s,]*)?)\}")
+"""Between braces: a name, maybe in other white space, and what Python or Jinja would do with its text."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +176,13 @@ def _check(path: Path, found: Description) -> None:
     asked = set(found.placeholder.findall(found.prompt))
     if missing := sorted(asked - {*found.keys, *found.optional}):
         raise ValueError(f"{path}: each {{KEY}} of prompt is in keys or optional; {missing[0]!r} is not: add it")
-    formatted = re.findall(r"\{([^{}!:]+)([!:][^{}]*)\}", found.prompt)
-    if wrong := next((key + how for key, how in formatted if key.strip() in {*found.keys, *found.optional}), None):
-        raise ValueError(
-            f"{path}: {{KEY}} of prompt is the row's text as it is, received {{{wrong}}}; write the key alone"
-        )
+    known = {key.casefold(): key for key in (*found.keys, *found.optional)}
+    for written_so, name, _ in _FORMATTED.findall(found.prompt):
+        if (key := known.get(name.casefold())) is not None and written_so != key:
+            raise ValueError(
+                f"{path}: {{KEY}} of prompt is a key as it is in the rows, for its text as it is; received "
+                f"{{{written_so}}}; write {{{key}}}"
+            )
     if not asked:
         raise ValueError(f"{path}: prompt has a {{KEY}} of the row, received {found.prompt!r}")
     for paragraph in found.prompt.split("\n\n"):

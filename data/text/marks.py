@@ -4,7 +4,7 @@ in place of those of the input; and which tokens a text has that mark turns."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -85,15 +85,23 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(item)
 
 
-def control_token(tokenizer: PreTrainedTokenizerBase, text: str, control: Collection[str]) -> str | None:
+def control_token(
+    text: str, control: Collection[str], encode: Callable[[str], list[int]], respelled: Mapping[int, str]
+) -> str | None:
     """A token of `control` that the tokenizer makes of a part of the text.
 
-    A normaliser that changes letters makes it of other spellings too, as of `<|USER|>`.
+    respelled: the tokens of which a normaliser makes some of other spellings too, as of `<|USER|>`
     """
-    if found := next((token for token in control if token in text), None):
-        return found
-    added = tokenizer.added_tokens_decoder
-    if tokenizer.backend_tokenizer.normalizer is None or not any(one.normalized for one in added.values()):
-        return None
-    encoded: Any = tokenizer(text, add_special_tokens=False, verbose=False)
-    return next((added[i].content for i in encoded["input_ids"] if i in added and added[i].content in control), None)
+    found = next((token for token in control if token in text), None)
+    if found is None and respelled:
+        made = {respelled[token] for token in encode(text) if token in respelled}
+        found = next(iter(made.intersection(control)), None)
+    return found
+
+
+def respelled_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The added tokens, by id, that the tokenizer looks for in normalised text; none without a normaliser."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    if normalizer is None or b'"normalizers":[]' in normalizer.__getstate__():
+        return {}
+    return {token: one.content for token, one in tokenizer.added_tokens_decoder.items() if one.normalized}

@@ -25,9 +25,9 @@ METADATA = {
 _TASKS = {"task", "subtask", "info"}
 _LABELS = {*_TASKS, "source", "sources", "subject", "topic", "topics", "domain"}
 """Those that hold labels in most files, and in some a passage, or (those of a task) an instruction."""
-_ENDS = "。！？｡"
-"""Signs that end a sentence in scripts without spaces; in others `.`, `!`, `?` and those of other alphabets do."""
-_SENTENCE = re.compile(rf"\s.*[.!?:…؟۔।॥։።፧།៕။]\W*\Z|[{_ENDS}]", re.DOTALL)
+_ENDS = "。！？｡\u104b\u17d4\u17d5\u0f0d\u0f0e"
+"""Signs that end a sentence in scripts that have no spaces between words: Chinese, Burmese, Khmer, Tibetan."""
+_SENTENCE = re.compile(rf"\s.*[.!?:؟۔।॥։።፧]\W*\Z|[{_ENDS}]", re.DOTALL)
 _SPACE_OR_END = re.compile(rf"[\s{_ENDS}]")
 _OF_THE_ROW = {
     *("source", "page", "site", "home", "base", "web", "repo", "github", "paper", "article", "post", "user"),

@@ -23,13 +23,14 @@ _ASK_NOTHING: list[tuple[str, Any]] = [("prefix", False), ("train_on_inputs", Fa
 _ASK_NOTHING += [("channel", "final"), ("recipient", "all")]
 _ASK_NOTHING += [(key, True) for key in _WANTED] + [(key, False) for key in _UNWANTED]
 _FLAGS = {*TRAINED, *(key for key, _ in _ASK_NOTHING), "thinking", "enable_thinking"} - {"channel", "recipient"}
-_FLAG_TEXTS = dict.fromkeys(("true", "yes", "y", "1", "1.0"), True)
-_FLAG_TEXTS |= dict.fromkeys(("false", "no", "n", "0", "0.0"), False)
+_FLAG_TEXTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+_WORDS = _FLAG_TEXTS | {"yes": True, "y": True, "no": False, "n": False}
 
 
 def flag(key: str, value: Any) -> Any:
     """The value of a key that is true or false, also where a text says so, as in CSV; any other value as it is."""
-    return _FLAG_TEXTS.get(value.lower(), value) if key in _FLAGS and isinstance(value, str) else value
+    known = _FLAG_TEXTS if key == "label" else _WORDS  # a label's "no" may be the class of a question
+    return known.get(value.lower(), value) if key in _FLAGS and isinstance(value, str) else value
 
 
 def asks_nothing(key: str, value: Any) -> bool:

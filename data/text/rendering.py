@@ -233,8 +233,8 @@ class ChatRenderer(ChatText):
         first = first_token(offsets, end)
         stop = end_between(first, own, ids, offsets, self.closing)
         if stop is None:
-            return ids[first + (ids[first : first + 1] == [ended_by]) :]
-        return ids[stop:] if ended_by in (None, ids[stop - 1]) else None
+            stop = first + (ended_by is not None)
+        return ids[stop:] if ended_by is None or ids[stop - 1 : stop] == [ended_by] else None
 
     def end_of_turn(self) -> int | None:
         """The added token the template closes an answer with, None when it has none."""

@@ -65,7 +65,7 @@ def test_longer_conversation_is_cut():
     assert batch["input_ids"].tolist() == [[100, 101, 102, 103, 104, 105]]
 
 
-def test_rows_without_a_label_before_the_cut_are_left_out_and_said(caplog):
+def test_rows_without_a_window_before_the_cut_are_left_out_and_said(caplog):
     def answered(length, answer):
         ids = list(range(length))
         mask = [place >= answer for place in ids]
@@ -79,19 +79,19 @@ def test_rows_without_a_label_before_the_cut_are_left_out_and_said(caplog):
         [answered(5, 4), answered(9, 6), answered(9, 5), answered(12, 11), answered(6, 5)] * 500
     )
     assert labelled_within(rows, 12) is rows and not caplog.messages
-    kept = labelled_within(rows, 6)
-    assert kept["input_ids"] == rows.filter(lambda one: sum(one["assistant_mask"][:6]) > 0)["input_ids"]
+    kept = labelled_within(rows, 7)
+    expected = rows.filter(lambda one: len(one["input_ids"]) <= 7 or sum(one["assistant_mask"][:7]) > 1)
+    assert kept["input_ids"] == expected["input_ids"]
     told = (
-        "max_length 6 cuts 1,500 of 2,500 conversations, of up to 12 tokens; 1,000 of them have no label before it and "
+        "max_length 7 cuts 1,500 of 2,500 conversations, of up to 12 tokens; 1,000 of them have fewer than two labels "
     )
-    assert caplog.messages.pop() == told + "are left out; raise it to train on all of them"
+    assert caplog.messages.pop() == told + "before it and are left out; raise it to train on all of them"
     assert len(labelled_within(rows, 8)) == 2000
     assert labelled_within(rows.select([2]), 7)["input_ids"] == [list(range(9))]
-    assert (
-        caplog.messages[-1]
-        == "max_length 7 cuts 1 of 1 conversations, of up to 9 tokens; raise it to train on all of them"
-    )
-    assert labelled_within(rows, 3) is rows
+    alone = "max_length 7 cuts 1 of 1 conversations, of up to 9 tokens; raise it to train on all of them"
+    assert caplog.messages[-1] == alone
+    long = rows.select([1, 2, 3])
+    assert labelled_within(long, 5) is long
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -108,7 +108,7 @@ def test_disk_need_is_told_and_refused_when_it_does_not_fit(tmp_path):
     assert check_disk(10**12, False, 4096, torch.bfloat16, str(tmp_path), freed=10**18)
     line = check_disk(1000, True, 4096, torch.bfloat16, str(tmp_path / "new" / "out"))
     assert line.startswith("H=4096 bfloat16: 8 KiB per token, 1,000 tokens -> 7.82 MiB, free ")
-    with pytest.raises(ValueError, match=r"^hidden_states does not fit .* at most 1,000,000,000,000 tokens"):
+    with pytest.raises(ValueError, match=r"^hidden_states does not fit .* about 1,000,000,000,000 tokens"):
         check_disk(10**12, False, 4096, torch.bfloat16, str(tmp_path))
 
 

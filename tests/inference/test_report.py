@@ -363,6 +363,7 @@ def test_what_no_run_wrote_is_not_deleted(tmp_path):
         (tmp_path / name).write_text("mine")
         with pytest.raises(ValueError, match=rf"the report in its folder; .*{name} is there without"):
             check_answers(tmp_path, overwrite=False)
+        (tmp_path / name).unlink()
     check_answers(tmp_path, overwrite=True)
     for name in ("report.json", "parts/run.json"):  # of a finished run and of one to go on with
         (tmp_path / name).parent.mkdir(exist_ok=True)

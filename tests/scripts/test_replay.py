@@ -90,6 +90,14 @@ def test_the_folder_holds_the_report(command, tmp_path, capsys):
     assert "recorded.jsonl, replayed" in capsys.readouterr().out
 
 
+def test_files_that_no_run_wrote_stay(command, tmp_path, capsys):
+    own = tmp_path / "out" / "speedup.png"
+    own.parent.mkdir()
+    own.write_text("mine")
+    assert run(command) == 2
+    assert f"{own} is there without a report.json" in capsys.readouterr().err and own.read_text() == "mine"
+
+
 def test_reports_say_what_was_replayed(command, tmp_path):
     tokenizer = load_chat_tokenizer(TINY)
     other = {"question_id": 3, "turns": ["Write of pears.", "More!"]}

@@ -136,13 +136,13 @@ def test_conversations_that_begin_with_the_same_question_are_held_out_together()
     assert len({found.opening for found in (one, other, told, tools)}) == 4
 
 
-def test_questions_that_a_template_or_tokenizer_makes_one_are_one_question():
+def test_questions_that_a_template_or_tokenizer_may_make_one_are_held_out_together():
     """Three rows of the same tokens under Llama 3's template, which trims, or Qwen's tokenizer, which composes."""
     texts = ("Who is Ren\u00e9?", " Who is Ren\u00e9?\n", "Who is Rene\u0301?")
     rows = [Conversation([{"role": "user", "content": text}, MESSAGES[1]], {}) for text in texts]
-    assert len({row.key for row in rows}) == len({row.opening for row in rows}) == 1
+    assert len({row.opening for row in rows}) == 1 and len({row.key for row in rows}) == 3
     inner = Conversation([{"role": "user", "content": "Who  is Ren\u00e9?"}], {})
-    assert inner.key != rows[0].key
+    assert inner.opening != rows[0].opening
 
 
 def test_limit_reads_no_further_than_it_needs(tmp_path):

@@ -174,7 +174,7 @@ def test_texts_that_datasets_keeps_as_json_are_refused_and_read_from_their_folde
     (tmp_path / "set" / "train.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     loaded = datasets.load_dataset("json", data_files=str(tmp_path / "set" / "train.jsonl"), cache_dir=str(tmp_path))
     assert [turn["content"] for turn in loaded["train"][0]["messages"]] == ["A title?", title.strip('"')]
-    monkeypatch.setattr(datasets, "load_dataset", lambda source, name: loaded)
+    monkeypatch.setattr(datasets, "load_dataset", lambda source, **_: loaded)
     with pytest.raises(
         ValueError, match=r"someone/set has texts beside other values under 'content', .* pass their fo"
     ):
@@ -183,7 +183,7 @@ def test_texts_that_datasets_keeps_as_json_are_refused_and_read_from_their_folde
 
 
 def test_a_dataset_with_a_script_is_refused_in_a_sentence(tmp_path, monkeypatch):
-    def of_a_script(source, name):
+    def of_a_script(source, **_):
         raise RuntimeError("Dataset scripts are no longer supported, but found samsum.py")
 
     monkeypatch.setattr(datasets, "load_dataset", of_a_script)
@@ -359,10 +359,16 @@ def test_a_file_of_a_folders_format_may_be_read_in_a_folder(tmp_path):
         names(tmp_path / "a.parquet")
 
 
-def test_a_file_of_a_folder_that_was_replaced_is_read_anew_whatever_its_time(tmp_path):
+@pytest.mark.parametrize("place", ["data/train.parquet", ".hidden/train.parquet", "../elsewhere/train.parquet"])
+def test_a_file_of_a_folder_that_was_replaced_is_read_anew_whatever_its_time(tmp_path, place):
     """Archives, images of containers and `rsync -a` set times; `datasets` names its copies by them."""
-    file = tmp_path / "train.parquet"
+    home = tmp_path / "rows"
+    home.mkdir()
+    file = (home / place).resolve()
+    file.parent.mkdir()
+    if place[0] == ".":
+        (home / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {place}\n---\n")
     for text in ("first", "second"):
         datasets.Dataset.from_list([{"a": text}]).to_parquet(file)
         os.utime(file, (0, 0))
-        assert [row for _, row in read_rows(str(tmp_path))] == [{"a": text}]
+        assert [row for _, row in read_rows(str(home))] == [{"a": text}]

@@ -80,17 +80,19 @@ def test_keys_with_spaces_and_signs_are_filled_in_and_formats_are_refused(tmp_pa
         (tmp_path / "mine.yaml").write_text(json.dumps(text))
         return known.read_description(tmp_path / "mine.yaml")
 
-    prompt = '{Question} {Input Text} {input-text} {a.b (c)} {"x": 1} {x + 1}'
-    (question,) = load_benchmark("mine", str(described(prompt, *[*row][1:]) and tmp_path / "mine.yaml"))
-    assert question.turns == ['Why? It rained. Wet. d {"x": 1} {x + 1}']
-    for wrong in ("Input Text", "input-text"):
-        with pytest.raises(
-            ValueError, match=f"each {{KEY}} of prompt is in keys or optional; '{wrong}' is not: add it"
-        ):
-            described(f"{{Question}} {{{wrong}}}")
-    for wrong in ("Question!r", "Question:>9"):
-        with pytest.raises(ValueError, match=f"the row's text as it is, received {{{wrong}}}; write the key alone"):
-            described(f"{{{wrong}}}")
+    signs = '{"x": 1} {x + 1} \\boxed{final answer} {Question: TEXT, reason: TEXT} {yes or no}'
+    described("{Question} {Input Text} {input-text} {a.b (c)} " + signs, *[*row][1:])
+    (question,) = load_benchmark("mine", str(tmp_path / "mine.yaml"))
+    assert question.turns == [f"Why? It rained. Wet. d {signs}"]
+    for wrong, right in (
+        ("Question!r", "Question"), ("Question:>9", "Question"), (" Question ", "Question"),
+        ("Question[0]", "Question"), ("Question|upper", "Question"),
+        ("input text", "Input Text"), (" Input Text:>4", "Input Text"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(f"received {{{wrong}}}; write {{{right}}}")):
+            described(f"{{Question}} {{{wrong}}}", *[*row][1:])
+    with pytest.raises(ValueError, match=r"each \{KEY\} of prompt is in keys or optional; 'answer' is not: add it"):
+        described("{Question} {answer}")
 
 
 @pytest.mark.parametrize(("value", "asked"), [(0, "Add.\n\n0"), (False, "Add.\n\nFalse"), ("", "Add."), ([], "Add.")])
@@ -187,7 +189,7 @@ def test_a_score_that_a_description_of_ones_own_asks_for_needs_the_rows_keys(tmp
 def test_a_hub_that_cannot_be_reached_is_told(monkeypatch):
     asked = []
 
-    def unreachable(source, name):
+    def unreachable(source, name, **_):
         asked.append((source, name))
         raise ConnectionError("no network")
 

@@ -142,7 +142,8 @@ def test_a_short_value_of_a_key_by_form_has_no_sentence_in_any_script():
 @pytest.mark.parametrize("key", ["label", "is_chosen", "is_preferred", "is_correct", "is_rejected", "is_bad"])
 def test_an_answer_that_is_not_wanted_is_refused_however_a_row_says_so(key):
     wanted = key not in ("is_rejected", "is_bad")
-    for yes, no in [(True, False), (1, 0), ("true", "False"), ("1", "0"), ("Yes", "n")]:
+    words = [("Yes", "n")] if key != "label" else []  # there they may be classes
+    for yes, no in [(True, False), (1, 0), ("true", "False"), ("1", "0"), *words]:
         good, bad = ({key: yes}, {key: no}) if wanted else ({key: no}, {key: yes})
         assert parse_record({"messages": CHAT, **good}).messages == CHAT
         assert parse_record({"messages": [CHAT[0], CHAT[1] | good]}).messages == CHAT
@@ -152,7 +153,7 @@ def test_an_answer_that_is_not_wanted_is_refused_however_a_row_says_so(key):
         assert parse_record({"messages": [CHAT[0] | bad, CHAT[1]]}).messages == CHAT  # of the question
 
 
-@pytest.mark.parametrize("value", ["incorrect", -1, "maybe"])
+@pytest.mark.parametrize("value", ["incorrect", -1, "maybe", "NOT"])
 def test_what_is_said_of_an_answer_in_other_words_is_refused(value):
     with pytest.raises(ConversationError, match="'is_correct' changes the text or the mask"):
         parse_record({"messages": CHAT, "is_correct": value})

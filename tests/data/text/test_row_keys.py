@@ -120,6 +120,7 @@ REFUSED = [
     ({"info": ["Always answer in French:"]}, "'info' holds text that no turn has"),
     ({"subtask": "用法语回答。"}, "'subtask' holds text that no turn has"),
     ({"task": "फ़्रेंच में उत्तर दो।"}, "'task' holds text that no turn has"),
+    ({"task": "ဖြေပါ။"}, "'task' holds text that no turn has"),
     ({"task": "ہمیشہ فرانسیسی میں جواب دیں۔"}, "'task' holds text that no turn has"),
     ({"source": "word " * 21}, "'source' holds text that no turn has"),
     ({"chat_template_kwargs": {"add_generation_prompt": True}}, "'add_generation_prompt' among"),

@@ -100,6 +100,12 @@ def test_a_target_without_end_tokens_is_refused(target, source, tmp_path):
         distill(loaded, source, str(tmp_path / "out"), DistillOptions(), show_progress=False)
 
 
+def test_options_of_python_that_are_no_json_are_the_same_distillation(target, source, tmp_path):
+    options = DistillOptions(labels="argmax", hidden_states="float32", target_layers=(1,), limit=3)
+    loaded = Target.from_pretrained(target)
+    assert distill(loaded, source, str(tmp_path / "out"), options, show_progress=False)["complete"]
+
+
 def test_a_target_spread_over_the_devices_gives_the_same_rows(target, source, tmp_path):
     options = DistillOptions(labels="generate", max_new_tokens=8, limit=3)
     for device in ("cpu", "auto"):

@@ -211,6 +211,7 @@ def test_a_process_that_outlives_its_run_writes_nothing_into_the_next(target, so
     (out / "shard-00001.arrow").unlink()
     written = {path.name: path.read_bytes() for path in out.iterdir()}
     row = {"id": "late", "conversation": "c", "input_ids": [1], "assistant_mask": [True], "greedy_ids": [1]}
+    assert late.manifest["settings"]["target_layers"] == []
     with pytest.raises(ValueError, match=r"now holds another distillation.*shard-00001\.arrow is not written"):
         late.write([row], {"first_row": 4, "source_rows": 4}, {})
     assert {path.name: path.read_bytes() for path in out.iterdir()} == written
