@@ -1,0 +1,48 @@
+"""What stands before each generated answer of a row is the prompt that inference would have, as text."""
+
+import pytest
+
+from draft_heads.data.labels.answers import Answer
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.distiller import Distiller
+from tests.data.text.test_chat_forms import CHAT, FORMS, SYSTEM, tokenizer_of
+from tests.data.text.test_template_probe import dataset, own_target
+
+TEXTS = ("I am fine.", "12\n\n  34", "One, two")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_tokens_before_an_answer_are_the_prompt_of_its_turns(form):
+    tokenizer = tokenizer_of(form)
+    target = own_target(tokenizer)
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    ends, asked = {*target.end_token_ids, *encode(FORMS[form][1])[:1]}, []
+
+    def answers(prompts, limits):
+        asked.extend(prompts)
+        for index, _ in enumerate(prompts):
+            yield index, Answer([*encode(TEXTS[len(asked) % 3]), end], "end")
+
+    for end in sorted(ends):
+        asked.clear()
+        target.end_token_ids = tuple(ends)
+        distiller = Distiller(target, DistillOptions(labels="generate", max_new_tokens=40, max_length=256), answers)
+        rows = list(distiller.rows(dataset([*SYSTEM, *CHAT, *CHAT[:2]])))
+        assert all(row.skipped is None for row in rows)
+        messages, questions = [*SYSTEM], [turn for turn in [*CHAT, *CHAT[:2]] if turn["role"] == "user"]
+        answered = 0
+        for row in rows:
+            starts = [i for i, own in enumerate(row.mask) if own and not (i and row.mask[i - 1])]
+            for start in starts:
+                messages.append(questions[answered])
+                text = distiller.renderer.text(messages, add_generation_prompt=True)
+                assert tokenizer.decode(row.ids[:start]) == text, (end, answered)
+                stop = next((i for i in range(start, len(row.ids)) if not row.mask[i]), len(row.ids))
+                assert row.ids[stop - 1] == end
+                said = distiller.renderer.answer_text(row.ids[start:stop], target.end_token_ids)[0]
+                messages.append({"role": "assistant", "content": said})
+                answered += 1
+        assert answered == len(questions) == len(asked)
