@@ -138,9 +138,14 @@ def row_lengths(dataset: datasets.Dataset) -> list[int]:
     return [length for batch in batches for length in pc.list_value_length(batch["input_ids"]).to_pylist()]
 
 
-def labelled_within(dataset: datasets.Dataset, max_length: int) -> datasets.Dataset:
+def labelled_within(dataset: datasets.Dataset, max_length: int, which: str = "") -> datasets.Dataset:
     """The rows with two labels in their first `max_length` tokens; the first process logs how many are cut there, and
-    how many of those are left out. All rows where none has them: there a head says what it needs."""
+    how many of those are left out. All rows where none has them: there a head says what it needs.
+
+    which: what these conversations are, for the line
+    """
+    if not len(dataset):
+        return dataset
     lengths = np.array(row_lengths(dataset))
     without = lengths > max_length
     if not (cut := int(without.sum())):
@@ -153,10 +158,11 @@ def labelled_within(dataset: datasets.Dataset, max_length: int) -> datasets.Data
     if Processes.current().rank == 0:
         bare = f"; {len(dataset) - len(kept):,} of them have fewer than two labels before it and are left out"
         logger.warning(
-            "max_length %d cuts %s of %s conversations, of up to %s tokens%s; raise it to train on all of them",
+            "max_length %d cuts %s of %s %sconversations, of up to %s tokens%s; raise it to train on all of them",
             max_length,
             f"{cut:,}",
             f"{len(dataset):,}",
+            which,
             f"{lengths.max():,}",
             bare if len(kept) < len(dataset) else "",
         )

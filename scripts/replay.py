@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
     use_threads(options.threads)
     specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
-    check_answers(options.output, options.overwrite)
+    check_answers(options.output, options.overwrite, answers=False)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
     asked = answered_questions(options.questions, answers)[1] if options.questions else None
     questions = match_questions(answers, asked)

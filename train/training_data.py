@@ -55,7 +55,7 @@ def load_data(
         )
     training, held_out = split_held_out(dataset, rows=run.held_out)
     longest = run.max_length or max(int(part.manifest["settings"]["max_length"]) for part in parts)
-    training = labelled_within(training, longest)
+    training, held_out = labelled_within(training, longest), labelled_within(held_out, longest, "held-out ")
     hidden = getattr(torch, parts[0].hidden_dtype) if parts[0].hidden_dtype else None
     sizes = target.config.hidden_size, target.config.hidden_size * len(target_layers)
     collator = DraftCollator(0, longest, run.packing, hidden, bool(target_layers), sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,14 @@ class Distiller:
                 self._reject(row, error)
         return total
 
+    @cached_property
+    def _closes(self) -> bool:
+        """Whether the template closes an answer with one of the target's ends, or begins the next turn with it."""
+        try:
+            return any(self.renderer.next_turn(_SAMPLE, None, end) is not None for end in self.target.end_token_ids)
+        except ConversationError:  # it refuses the sample
+            return False
+
     def _longest_rows(self, row: Row) -> Iterator[int]:
         """The most tokens of every row that the generated answers of a conversation may be in; none without `pending`.
 
@@ -191,7 +200,7 @@ class Distiller:
         texts = [self.renderer.text(messages[: turn + 1], True, row.extra) for turn in row.pending]
         for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
             goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
-            if self.renderer.probe.may_rewrite or not goes_on or not self.renderer.closing:
+            if self.renderer.probe.may_rewrite or not goes_on or not self._closes:
                 prompt = len(self.renderer.prompt(messages[: turn + 1], row.extra))
                 yield min(self.max_length, prompt + answers * self.options.max_new_tokens)
 
@@ -318,6 +327,11 @@ class Distiller:
             return None
         following = self.renderer.next_turn(messages, row.extra, row.ids[-1])
         return None if following is None else row.ids + following
+
+
+_SAMPLE: Messages = [
+    {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Hi"), ("user", "Bye"))
+]
 
 
 def _with_answer(messages: Messages, text: str) -> Messages:

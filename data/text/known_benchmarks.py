@@ -176,12 +176,13 @@ def _check(path: Path, found: Description) -> None:
     asked = set(found.placeholder.findall(found.prompt))
     if missing := sorted(asked - {*found.keys, *found.optional}):
         raise ValueError(f"{path}: each {{KEY}} of prompt is in keys or optional; {missing[0]!r} is not: add it")
-    known = {key.casefold(): key for key in (*found.keys, *found.optional)}
+    keys = (*found.keys, *found.optional)
+    known = {key.casefold(): key for key in keys}
     for written_so, name, _ in _FORMATTED.findall(found.prompt):
-        if (key := known.get(name.casefold())) is not None and written_so != key:
+        if (key := known.get(name.casefold())) is not None and written_so not in keys:
             raise ValueError(
                 f"{path}: {{KEY}} of prompt is a key as it is in the rows, for its text as it is; received "
-                f"{{{written_so}}}; write {{{key}}}"
+                f"{{{written_so}}}; write {{{key}}}, or other signs than braces for what is no key"
             )
     if not asked:
         raise ValueError(f"{path}: prompt has a {{KEY}} of the row, received {found.prompt!r}")

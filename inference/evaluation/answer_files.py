@@ -195,15 +195,17 @@ def _checked(values: list[Any], where: str, kind: Any) -> list[Any]:
     return values
 
 
-def check_answers(output: Path, overwrite: bool) -> None:
-    """ValueError for answers or parts of a report in `output` that are of no run there, which would be replaced."""
+def check_answers(output: Path, overwrite: bool, answers: bool = True) -> None:
+    """ValueError for parts of a report in `output`, and for `answers` where they are written, that are of no run there
+    and would be replaced."""
     known = overwrite or any((output / name).exists() for name in ("report.json", "parts/run.json"))
-    written = [output / name for name in ("report.md", "report.html", *PICTURES)]
-    found = [*sorted((output / "answers").glob("*.jsonl")), *(path for path in written if path.exists())]
+    found = [path for name in ("report.md", "report.html", *PICTURES) if (path := output / name).exists()]
+    if answers:
+        found = [*sorted((output / "answers").glob("*.jsonl")), *found]
     if not known and found:
         raise ValueError(
-            f"--output replaces the answers and the report in its folder; {found[0]} is there without a report.json; "
-            "choose another folder, move it away or add --overwrite"
+            f"--output replaces {'the answers and ' * answers}the report in its folder; {found[0]} is there without a "
+            "report.json; choose another folder, move it away or add --overwrite"
         )
 
 

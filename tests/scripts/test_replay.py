@@ -92,10 +92,14 @@ def test_the_folder_holds_the_report(command, tmp_path, capsys):
 
 def test_files_that_no_run_wrote_stay(command, tmp_path, capsys):
     own = tmp_path / "out" / "speedup.png"
-    own.parent.mkdir()
+    (own.parent / "answers").mkdir(parents=True)
+    (own.parent / "answers" / "ngram.jsonl").write_text("{}")
     own.write_text("mine")
     assert run(command) == 2
     assert f"{own} is there without a report.json" in capsys.readouterr().err and own.read_text() == "mine"
+    own.unlink()
+    assert run(command) == 0
+    assert (own.parent / "answers" / "ngram.jsonl").read_text() == "{}"  # a replay writes no answers
 
 
 def test_reports_say_what_was_replayed(command, tmp_path):

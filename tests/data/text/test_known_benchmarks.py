@@ -89,8 +89,9 @@ def test_keys_with_spaces_and_signs_are_filled_in_and_formats_are_refused(tmp_pa
         ("Question[0]", "Question"), ("Question|upper", "Question"),
         ("input text", "Input Text"), (" Input Text:>4", "Input Text"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=re.escape(f"received {{{wrong}}}; write {{{right}}}")):
+        with pytest.raises(ValueError, match=re.escape(f"received {{{wrong}}}; write {{{right}}}, or ")):
             described(f"{{Question}} {{{wrong}}}", *[*row][1:])
+    assert described("{Question} {question}", "question").placeholder.findall("{question}") == ["question"]
     with pytest.raises(ValueError, match=r"each \{KEY\} of prompt is in keys or optional; 'answer' is not: add it"):
         described("{Question} {answer}")
 

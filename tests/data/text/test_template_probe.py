@@ -121,13 +121,16 @@ def test_generated_rows_have_at_most_the_tokens_that_were_estimated(form):
     if form == "rules last":
         tokenizer.chat_template = RULES_LAST
     answer = tokenizer("One two three four five six. 12 34 12 34", add_special_tokens=False)["input_ids"][:19]
-    answer += [ChatRenderer(tokenizer).end_of_turn() or tokenizer.eos_token_id]
+    role = tokenizer.convert_tokens_to_ids("<|user|>") if form == "roles alone" else None
+    answer += [role or ChatRenderer(tokenizer).end_of_turn() or tokenizer.eos_token_id]
     options = DistillOptions(labels="generate", max_new_tokens=20, max_length=250)
 
     def answers(prompts, limits):
         return enumerate(Answer(answer[:limit], "end" if limit >= 20 else "limit") for limit in limits)
 
-    distiller = Distiller(own_target(tokenizer), options, answers)
+    target = own_target(tokenizer)
+    target.end_token_ids = (*target.end_token_ids, *((role,) if role else ()))
+    distiller = Distiller(target, options, answers)
     asked = dataset([*SYSTEM, *CHAT, *CHAT, *CHAT], CHAT, CHAT[:2])
     estimated, rows = distiller.count_tokens(asked), list(distiller.rows(asked))
     written = sum(len(row.ids) for row in rows)
