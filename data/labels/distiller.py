@@ -170,7 +170,7 @@ class Distiller:
         return record | {name: hidden_bytes(x) for name, x in stored.items()}
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
-        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be.
+        """Tokens of the rows: exact for argmax; for generate of answers that are all as long as they may be.
 
         Rows that begin anew since another token than the template's ended an answer are not foreseen.
         """

@@ -131,8 +131,11 @@ def _dataset_rows(
                 _check_folder(source)
                 if is_copy and config not in datasets.get_dataset_config_names(source):
                     config = None  # this folder has other parts, or none
-            loaded = _files_of_text(source, config)
-            loaded = loaded or datasets.load_dataset(source, name=config, cache_dir=_cache_of(source, config))
+            chosen = datasets.load_dataset_builder(source, name=config).config if Path(source).is_dir() else None
+            loaded = None if chosen is None else _files_of_text(chosen)
+            if loaded is None:
+                copies = None if chosen is None else _cache_of(chosen)
+                loaded = datasets.load_dataset(source, name=config, cache_dir=copies)
         except ConnectionError as error:
             raise ValueError(
                 f"{source} is no local file, and the hub cannot be reached ({error}); pass a copy as {_passed(option)}"
@@ -173,15 +176,13 @@ def _dataset_rows(
         yield f"row {row}" + (f" of split {split}" if split else "") + where, record
 
 
-def _cache_of(source: str, config: str | None) -> str | None:
-    """Where `datasets` keeps its copy of a folder, by size and times of its files, also that at which each came to be
-    what it is: its own place knows the time that archives and `rsync -a` set. None for what is on the hub."""
-    if not Path(source).is_dir():
-        return None
+def _cache_of(chosen: Any) -> str:
+    """Where `datasets` keeps its copy of a folder, by size and times of the files of its configuration, also that at
+    which each came to be what it is: its own place knows the time that archives and `rsync -a` set."""
     import datasets
 
-    files = datasets.load_dataset_builder(source, name=config).config.data_files
-    found = [(str(path), Path(path).stat()) for path in chain(*files.values()) if Path(path).is_file()]
+    files = chain(*chosen.data_files.values())
+    found = [(str(path), Path(path).stat()) for path in files if Path(path).is_file()]
     stated = [(name, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for name, one in found]
     digest = hashlib.sha256(json.dumps(stated).encode()).hexdigest()[:16]
     return str(Path(datasets.config.HF_DATASETS_CACHE) / f"of_folder_{digest}")
@@ -232,13 +233,9 @@ class _Files:
             ) from None
 
 
-def _files_of_text(source: str, config: str | None) -> dict[str, Any] | None:
-    """The files of each split of a folder of JSON or CSV, of whose texts `datasets` would make dates or None."""
-    import datasets
-
-    if not Path(source).is_dir():
-        return None
-    chosen = datasets.load_dataset_builder(source, name=config).config
+def _files_of_text(chosen: Any) -> dict[str, Any] | None:
+    """The files of each split of a folder's configuration, where they are JSON or CSV, of whose texts `datasets` would
+    make dates or None."""
     found = {str(split): [Path(file) for file in files] for split, files in chosen.data_files.items()}
     readable = all(path.is_file() and _format_of(path) in ("JSON", "csv", "tsv") for path in chain(*found.values()))
     if not readable or getattr(chosen, "field", None) is not None:
