@@ -52,6 +52,10 @@ class HeadLoss(ModelOutput):
         """The empty sum over this many windows."""
         return cls(torch.zeros((), device=device), torch.full((), windows, device=device), {})
 
+    def sums(self) -> Tensor:
+        """[2] float64, detached: the sum of the loss over windows and their number."""
+        return torch.stack([self.total.detach().double(), self.windows.double()])
+
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a part to the total and name its unweighted value."""
         self.total = self.total + weight * value

@@ -55,7 +55,7 @@ def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, f
             loss = trainer.head_loss(head, batch)
         if not counts:
             continue
-        total += torch.stack([loss.total.double(), loss.windows.double()])
+        total += loss.sums()
         losses.append((loss.total, batch["input_ids"], batch["segment_ids"]))
         if loss.correct is not None and loss.counted is not None and loss.scored is not None:
             hits += torch.column_stack([loss.correct, loss.counted, loss.scored]).double()

@@ -45,7 +45,8 @@ class LogMetrics:
         """Set all counters to zero."""
         self.batches.clear()
         self._parts: dict[str, Tensor] = {}
-        self._windows, self._tokens, self._slots = torch.zeros(()), torch.zeros((), dtype=torch.long), 0
+        self._loss = torch.zeros(2, dtype=torch.float64)
+        self._tokens, self._slots = torch.zeros((), dtype=torch.long), 0
         self._began = time.monotonic()
 
     def start(self) -> None:
@@ -62,7 +63,7 @@ class LogMetrics:
         device = segment_ids.device
         for name, value in loss.parts.items():
             self._parts[name] = self._parts.get(name, 0) + value
-        self._windows = self._windows.to(device) + loss.windows
+        self._loss = self._loss.to(device) + loss.sums()
         self._tokens = self._tokens.to(device) + (segment_ids > 0).sum()
         self._slots += segment_ids.numel()
         self.batches.append((mean.detach(), input_ids, segment_ids))
@@ -72,14 +73,15 @@ class LogMetrics:
 
         devices: those of this process: the head's and, spread over several, the target's
 
-        Parts of the loss; tokens per second; `fill`, the share of batches that is not padding; `mfu` on GPUs whose
+        The loss and its parts per window; tokens per second; `fill`, the share of batches that is not padding; `mfu` on GPUs whose
         peaks are known; this process's peak memory. Memory and what is divided by this process's seconds are its own.
         """
         seconds = time.monotonic() - self._began
         every: list[dict[str, float]] = gather_object([self._sums()])
         sums = {name: sum(process[name] for process in every) for name in every[0]}
-        windows, tokens, slots = (sums.pop(name) for name in ("windows", "tokens", "slots"))
-        metrics = loss_parts(sums, windows) | {"tokens_per_second": round(tokens / seconds)}
+        loss, windows, tokens, slots = (sums.pop(name) for name in ("loss", "windows", "tokens", "slots"))
+        metrics = {"loss": round(loss / max(windows, 1), 5)} | loss_parts(sums, windows)
+        metrics |= {"tokens_per_second": round(tokens / seconds)}
         metrics |= {"fill": round(tokens / max(slots, 1), 3)}
         peaks = [peak for device in devices if (peak := peak_flops(device)) is not None]
         if len(peaks) == len(devices):
@@ -91,7 +93,8 @@ class LogMetrics:
         """This process's sums, on the host."""
         names = list(self._parts)
         values = torch.stack([self._parts[name].double() for name in names]).tolist() if names else []
-        counts = {"windows": float(self._windows), "tokens": int(self._tokens), "slots": self._slots}
+        loss, windows = self._loss.tolist()
+        counts = {"loss": loss, "windows": windows, "tokens": int(self._tokens), "slots": self._slots}
         return dict(zip(names, values)) | counts
 
 

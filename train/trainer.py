@@ -81,8 +81,8 @@ class DraftHeadTrainer(Trainer):
         self.programs: list[dict[str, Any]] = []  # that trained the head, each with the step from which it did
         self._metrics = LogMetrics()
         self._order: EpochSampler | None = None  # of the training rows
-        self._loss_sum = torch.zeros((), dtype=torch.float64)  # of this process's steps
-        self._loss_before = 0.0  # sum of the losses of the steps before a resume
+        self._loss_sum = torch.zeros(2, dtype=torch.float64)  # of this process's windows, and how many these are
+        self._loss_before = torch.zeros(2, dtype=torch.float64)  # the same of all processes before a resume
         limit, args.save_total_limit = args.save_total_limit, None  # transformers would go by the folders' time stamps
         self._saved = MarkComplete(self._progress, limit)
         super().__init__(
@@ -153,7 +153,7 @@ class DraftHeadTrainer(Trainer):
         self.clock.resume(marker)
         if self._simulation != {name: marker.get(name, value) for name, value in self._simulation.items()}:
             self._evaluated_until = step_of(checkpoint)
-        self._loss_before = float(marker.get("loss_sum", math.nan))
+        self._loss_before = torch.tensor(marker.get("losses", [math.nan, 0]), dtype=torch.float64)
 
     # --- 1. batches -------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class DraftHeadTrainer(Trainer):
         # times the processes, as DDP averages over them; no host synchronisation
         mean = loss.total * self.args.world_size / torch.as_tensor(windows).clamp(min=1)
         self._metrics.add(loss, mean.detach(), inputs["input_ids"], inputs["segment_ids"])
-        self._loss_sum = self._loss_sum.to(mean.device) + mean.detach()
+        self._loss_sum = self._loss_sum.to(mean.device) + loss.sums()
         return (mean, loss) if return_outputs else mean
 
     # --- 4. optimisation --------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class DraftHeadTrainer(Trainer):
             super()._maybe_log_save_evaluate(*args, **options)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the loss's parts, speed and memory since the last log, and the minutes used."""
+        """Adds the loss per window and its parts, speed and memory since the last log, and the minutes used."""
         if "loss" in logs:
             targets = devices_of(self.target) if self.target.runs else ()
             devices = sorted({self.args.device, *targets}, key=str)
@@ -291,8 +291,9 @@ class DraftHeadTrainer(Trainer):
             logs = {**logs, **metrics, "minutes": round(self.clock.elapsed, 3)}
         if "train_loss" in logs:  # transformers' is that of the steps since the run was resumed
             del logs["train_loss"]
-            if math.isfinite(total := self._whole_loss_sum()):  # checkpoints of older versions do not have it
-                logs["train_loss"] = total / max(self.state.global_step, 1)
+            total, windows = self._whole_loss_sum()
+            if math.isfinite(total):  # checkpoints of older versions do not have it
+                logs["train_loss"] = total / max(windows, 1)
             logs["train_runtime"] = round(60 * self.clock.elapsed, 1)  # as the loss, of the whole run
             for rate in ("train_samples_per_second", "train_steps_per_second"):  # of the part since then, by row counts
                 logs.pop(rate, None)
@@ -308,15 +309,15 @@ class DraftHeadTrainer(Trainer):
         target = 0 if self.data_collator.hidden_dtype else 2 * weights_per_token(self.target)
         return 6 * sum(sharded.size_of(p) for p in self.model.parameters()) + target
 
-    def _whole_loss_sum(self) -> float:
-        """Sum of the losses of all steps, those before a resume included. Call on every process."""
+    def _whole_loss_sum(self) -> list[float]:
+        """Sum of the losses of all windows, those before a resume included, and their number. Call on every process."""
         summed = self._loss_sum.to(self.args.device)  # also where no step has moved it, as after a run's last one
-        return self._loss_before + float(self.accelerator.reduce(summed, "mean"))
+        return (self._loss_before + self.accelerator.reduce(summed).cpu()).tolist()
 
     def _progress(self) -> dict[str, Any]:
         """What a resumed run reads. Call on every process."""
         clock = self.clock
-        told = {"minutes": clock.now(), "loss_sum": self._whole_loss_sum(), "warm_until": clock.warm_until}
+        told = {"minutes": clock.now(), "losses": self._whole_loss_sum(), "warm_until": clock.warm_until}
         return told | self._simulation | {"programs": self.programs}
 
     # --- evaluation and the end -------------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ class Row:
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
-    text: str = ""  # rendering of the last prompt, when answers are generated
     answer: tuple[str, bool] = ("", True)  # text of the last answer, and whether that is all of it
     skipped: str | None = None
     trimmed: str | None = None  # why turns at its end were left out
@@ -187,7 +186,8 @@ class Distiller:
     def _closes(self) -> bool:
         """Whether the template closes an answer with one of the target's ends, or begins the next turn with it."""
         try:
-            return any(self.renderer.next_turn(_SAMPLE, None, end) is not None for end in self.target.end_token_ids)
+            answered = self.renderer.prompt(_SAMPLE[:1]) + self.target.tokenizer.encode("Hi", add_special_tokens=False)
+            return any(self._goes_on([*answered, end], _SAMPLE) for end in self.target.end_token_ids)
         except ConversationError:  # it refuses the sample
             return False
 
@@ -251,8 +251,8 @@ class Distiller:
             row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0]}
         messages = row.messages[: turn + 1]
         try:
-            text = self.renderer.text(messages, add_generation_prompt=True, extra=row.extra)
-            kept = self._kept_tokens(row, messages, text)
+            whole = row.answer[1] and "\ufffd" not in row.answer[0]  # bytes of no letter are read as another token
+            kept = self._goes_on(row.ids, messages, row.extra) if row.ids and whole else None
             prompt = self.renderer.prompt(messages, row.extra) if kept is None else kept
             checked_ids(self.target, prompt, "the conversation")
         except ConversationError as error:
@@ -277,7 +277,7 @@ class Distiller:
                 yield replace(row, pending=[])
                 row.begun = True
             row.ids, row.mask = [], []
-        row.text, row.labelled = text, None
+        row.labelled = None
         asked.append((row, prompt))
 
     def _asks(self, messages: Messages, extra: dict[str, Any]) -> bool:
@@ -316,17 +316,18 @@ class Distiller:
             row.pending = []
             row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
 
-    def _kept_tokens(self, row: Row, messages: Messages, text: str) -> list[int] | None:
-        """The row's own tokens followed by the next prompt; None where `text`, that prompt, rewrites what was there.
+    def _goes_on(self, ids: list[int], messages: Messages, extra: dict[str, Any] | None = None) -> list[int] | None:
+        """A row's own tokens and what follows them in the next prompt; None unless they are that prompt, as text.
 
-        So it does an end of the answer that is not the template's, as `<|endoftext|>` for `<|im_end|>`.
+        They are not where the template rewrites earlier turns, strips an answer, or writes another end or a blank
+        before it: inference has its prompt there, so a row begins.
         """
-        answer, complete = row.answer
-        added = text[len(row.text) :].lstrip()
-        if not row.ids or not complete or not text.startswith(row.text) or not added.startswith(answer):
-            return None
-        following = self.renderer.next_turn(messages, row.extra, row.ids[-1])
-        return None if following is None else row.ids + following
+        following = ids + self.renderer.next_turn(messages, extra, ids[-1])
+        texts = [
+            self.target.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for tokens in (following, self.renderer.prompt(messages, extra))
+        ]
+        return following if texts[0] == texts[1] else None
 
 
 _SAMPLE: Messages = [

@@ -212,14 +212,13 @@ class ChatRenderer(ChatText):
                 prompt[-24:],
             )
 
-    def next_turn(self, messages: Messages, extra: Extra = None, ended_by: int | None = None) -> list[int] | None:
+    def next_turn(self, messages: Messages, extra: Extra = None, ended_by: int | None = None) -> list[int]:
         """Token ids from after the last answer's end-of-turn token to the end of the next generation prompt.
 
         `messages` ends with assistant, user. Example, ChatML: `\n <|im_start|> user \n … <|im_start|> assistant \n`.
         The answer's own tokens are kept as generated: only what follows them is rendered, after a placeholder.
 
-        ended_by: the answer's last token, left out where it begins the next turn, as GLM-4's `<|user|>`; None is
-        returned where the template closes answers with another token
+        ended_by: the answer's last token, left out where it begins the next turn, as GLM-4's `<|user|>`
         """
         *_, answer, question = messages
         if (answer["role"], question["role"]) != ("assistant", "user"):
@@ -232,9 +231,7 @@ class ChatRenderer(ChatText):
         own = end + len(common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2]))
         first = first_token(offsets, end)
         stop = end_between(first, own, ids, offsets, self.closing)
-        if stop is None:
-            stop = first + (ended_by is not None)
-        return ids[stop:] if ended_by is None or ids[stop - 1 : stop] == [ended_by] else None
+        return ids[first + (ids[first : first + 1] == [ended_by]) if stop is None else stop :]
 
     def end_of_turn(self) -> int | None:
         """The added token the template closes an answer with, None when it has none."""

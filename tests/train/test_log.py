@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draft_heads.data.common.progress import ProgressLines
+from draft_heads.heads.base import HeadLoss
 from draft_heads.train import log
 from draft_heads.train import run as train_run
 from draft_heads.train.log import (
@@ -150,7 +151,7 @@ def test_memory_and_work_are_those_of_all_gpus_of_a_process(monkeypatch):
     peaks, held = {gpus[0]: 100.0, gpus[1]: 300.0}, {gpus[0]: 2**30, gpus[1]: 3 * 2**30}
     monkeypatch.setattr(log, "peak_flops", peaks.get)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", held.get)
-    monkeypatch.setattr(LogMetrics, "_sums", lambda self: {"windows": 1.0, "tokens": 40, "slots": 50})
+    monkeypatch.setattr(LogMetrics, "_sums", lambda self: {"loss": 2.0, "windows": 1.0, "tokens": 40, "slots": 50})
     for devices, mfu, gib in ((gpus, 0.5, 4.0), (gpus[:1], 2.0, 1.0), ([*gpus, torch.device("cuda", 2)], None, None)):
         held[torch.device("cuda", 2)] = 0
         metrics = LogMetrics()
@@ -161,12 +162,33 @@ def test_memory_and_work_are_those_of_all_gpus_of_a_process(monkeypatch):
         assert gib is None or found["memory_gib"] == gib
 
 
+def test_a_batch_without_a_window_has_no_loss(monkeypatch):
+    """Losses 2 and 4 of one window, 9 of three and none: 15 / 5 in a line and in the run's, not (2 + 4 + 3 + 0) / 4."""
+    logged = []
+    monkeypatch.setattr("transformers.Trainer.log", lambda self, logs, start_time: logged.append(logs))
+    trainer, row = object.__new__(DraftHeadTrainer), torch.ones(1, 4, dtype=torch.long)
+    trainer._metrics, trainer._loss_before = LogMetrics(), torch.zeros(2, dtype=torch.float64)
+    trainer._loss_sum, trainer.flops_per_token = torch.zeros(2, dtype=torch.float64), 1.0
+    trainer.args = SimpleNamespace(world_size=1, device=torch.device("cpu"))
+    trainer.target, trainer.clock = SimpleNamespace(runs=False), SimpleNamespace(elapsed=1.0)
+    trainer.state, trainer.accelerator = SimpleNamespace(global_step=4), SimpleNamespace(reduce=lambda sums: sums)
+    for total, windows in ((2.0, 1), (4.0, 1), (9.0, 3), (0.0, 0)):
+        loss = HeadLoss(torch.tensor(total), torch.tensor(windows), {"ce": torch.tensor(total / 2)})
+        monkeypatch.setattr(DraftHeadTrainer, "head_loss", lambda self, model, batch, seed, loss=loss: loss)
+        inputs = {"input_ids": row, "segment_ids": row}
+        step = DraftHeadTrainer.compute_loss(trainer, None, inputs, num_items_in_batch=torch.tensor(windows))
+        assert step == total / max(windows, 1)
+    DraftHeadTrainer.log(trainer, {"loss": 2.25})
+    DraftHeadTrainer.log(trainer, {"train_loss": 2.25})
+    assert (logged[0]["loss"], logged[0]["loss_ce"], logged[1]["train_loss"]) == (3.0, 1.5, 3.0)
+
+
 def test_an_evaluation_before_a_resume_counts_if_its_simulation_was_the_same(tmp_path):
     """The rows and nodes of simulated β may change when a run goes on."""
     entry = {"step": 5, "eval_windows": 9, "eval_simulated_beta": 2.0}
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()
-    marker = {"minutes": 1.0, "loss_sum": 3.0, "simulate_rows": 32.0, "simulate_nodes": 32.0}
+    marker = {"minutes": 1.0, "losses": [3.0, 2.0], "simulate_rows": 32.0, "simulate_nodes": 32.0}
     cases = ((32.0, False, 5, True), (64.0, False, 5, False), (64.0, False, 6, True), (64.0, True, 5, True))
     for nodes, old, last, known in cases:
         text = {name: value for name, value in marker.items() if not (old and name.startswith("simulate"))}

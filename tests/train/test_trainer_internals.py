@@ -172,12 +172,12 @@ def test_accelerates_loader_tells_the_sampler_which_epoch_begins(by_tokens):
 
 
 def test_the_last_line_is_of_the_whole_run(monkeypatch):
-    """transformers' loss and seconds are those since a resume: here 9 and 3, of 4 steps in 2.5 minutes."""
+    """transformers' loss and seconds are those since a resume: here 9 and 3, 12 over 4 windows in 2.5 minutes."""
     logged = {}
     monkeypatch.setattr(Trainer, "log", lambda self, logs, start_time: logged.update(logs))
     trainer = object.__new__(DraftHeadTrainer)
-    trainer.clock, trainer.state = SimpleNamespace(elapsed=2.5), SimpleNamespace(global_step=4)
-    monkeypatch.setattr(DraftHeadTrainer, "_whole_loss_sum", lambda self: 12.0)
+    trainer.clock = SimpleNamespace(elapsed=2.5)
+    monkeypatch.setattr(DraftHeadTrainer, "_whole_loss_sum", lambda self: [12.0, 4.0])
     rates = {"train_samples_per_second": 7.0, "train_steps_per_second": 8.0}
     trainer.log({"train_loss": 9.0, "train_runtime": 3.0, **rates})
     assert logged == {"train_loss": 3.0, "train_runtime": 150.0}
@@ -187,14 +187,14 @@ def test_the_sum_of_losses_is_reduced_where_collectives_run():
     """A run that resumes after its last step has taken none that would have moved it to the GPU."""
     reduced = []
 
-    def reduce(value, how):
-        reduced.append((value.device.type, how))
-        return torch.tensor(5.0)
+    def reduce(value):
+        reduced.append(value.device.type)
+        return torch.tensor([5.0, 2.0])
 
     trainer = object.__new__(DraftHeadTrainer)
-    trainer._loss_sum, trainer._loss_before = torch.zeros((), dtype=torch.float64), 2.0
+    trainer._loss_sum, trainer._loss_before = torch.zeros(2, dtype=torch.float64), torch.tensor([2.0, 1.0])
     trainer.args, trainer.accelerator = SimpleNamespace(device=torch.device("meta")), SimpleNamespace(reduce=reduce)
-    assert trainer._whole_loss_sum() == 7.0 and reduced == [("meta", "mean")]
+    assert trainer._whole_loss_sum() == [7.0, 3.0] and reduced == ["meta"]
 
 
 def test_deepspeed_and_ddp_see_into_the_loss_of_a_head():

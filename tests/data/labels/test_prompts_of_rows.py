@@ -5,34 +5,37 @@ import pytest
 from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
+from draft_heads.data.text.chat_template import read_chat_template
 from tests.data.text.test_chat_forms import CHAT, FORMS, SYSTEM, tokenizer_of
 from tests.data.text.test_template_probe import dataset, own_target
+from tests.tiny_chat import byte_tokenizer
 
-TEXTS = ("I am fine.", "12\n\n  34", "One, two")
+TEXTS = ("I am fine.", "12\n\n  34", "One, two", "\n Blanks at both ends. ", "End \n")
+BUNDLED = ("llama-2", "vicuna")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *BUNDLED])
 def test_the_tokens_before_an_answer_are_the_prompt_of_its_turns(form):
-    tokenizer = tokenizer_of(form)
+    tokenizer = byte_tokenizer(read_chat_template(form)) if form in BUNDLED else tokenizer_of(form)
     target = own_target(tokenizer)
 
     def encode(text):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    ends, asked = {*target.end_token_ids, *encode(FORMS[form][1])[:1]}, []
+    ends, asked = {*target.end_token_ids, *(encode(FORMS[form][1])[:1] if form in FORMS else ())}, []
 
     def answers(prompts, limits):
         asked.extend(prompts)
         for index, _ in enumerate(prompts):
-            yield index, Answer([*encode(TEXTS[len(asked) % 3]), end], "end")
+            yield index, Answer([*encode(TEXTS[len(asked) % 5]), end], "end")
 
     for end in sorted(ends):
         asked.clear()
         target.end_token_ids = tuple(ends)
         distiller = Distiller(target, DistillOptions(labels="generate", max_new_tokens=40, max_length=256), answers)
-        rows = list(distiller.rows(dataset([*SYSTEM, *CHAT, *CHAT[:2]])))
+        rows = list(distiller.rows(dataset([*SYSTEM, *CHAT, *CHAT, *CHAT])))
         assert all(row.skipped is None for row in rows)
-        messages, questions = [*SYSTEM], [turn for turn in [*CHAT, *CHAT[:2]] if turn["role"] == "user"]
+        messages, questions = [*SYSTEM], [turn for turn in [*CHAT, *CHAT, *CHAT] if turn["role"] == "user"]
         answered = 0
         for row in rows:
             starts = [i for i, own in enumerate(row.mask) if own and not (i and row.mask[i - 1])]
@@ -46,3 +49,20 @@ def test_the_tokens_before_an_answer_are_the_prompt_of_its_turns(form):
                 messages.append({"role": "assistant", "content": said})
                 answered += 1
         assert answered == len(questions) == len(asked)
+
+
+def test_a_row_ends_behind_bytes_of_no_letter():
+    tokenizer = tokenizer_of("phi")
+    target, asked = own_target(tokenizer), []
+    letter = tokenizer("é", add_special_tokens=False)["input_ids"]
+
+    def answers(prompts, limits):
+        asked.extend(prompts)
+        yield 0, Answer([*letter[:1], tokenizer.convert_tokens_to_ids("<|end|>")], "end")
+
+    distiller = Distiller(target, DistillOptions(labels="generate", max_new_tokens=40, max_length=256), answers)
+    rows = list(distiller.rows(dataset(CHAT)))
+    assert len(letter) == 2 and len(rows) == len(asked) == 2
+    assert [row.ids[: len(prompt)] for row, prompt in zip(rows, asked, strict=True)] == asked
+    text = distiller.renderer.text([CHAT[0], {"role": "assistant", "content": "\ufffd"}, CHAT[2]], True)
+    assert asked[1] == tokenizer(text, add_special_tokens=False)["input_ids"]
