@@ -73,8 +73,9 @@ class LogMetrics:
 
         devices: those of this process: the head's and, spread over several, the target's
 
-        The loss and its parts per window; tokens per second; `fill`, the share of batches that is not padding; `mfu` on GPUs whose
-        peaks are known; this process's peak memory. Memory and what is divided by this process's seconds are its own.
+        The loss and its parts per window; tokens per second; `fill`, the share of batches that is not padding; `mfu` on
+        GPUs whose peaks are known; this process's peak memory. Memory and what is divided by this process's seconds are
+        its own.
         """
         seconds = time.monotonic() - self._began
         every: list[dict[str, float]] = gather_object([self._sums()])

@@ -37,6 +37,7 @@ from draft_heads.data.text.template_probe import Messages
 from draft_heads.data.text.token_spans import (
     Turn,
     between_blocks,
+    blocks_of,
     common_prefix,
     common_suffix,
     end_between,
@@ -47,6 +48,7 @@ from draft_heads.data.text.token_spans import (
     packed,
     part_in_block,
     scaffold_end,
+    unlocated,
     untrained,
 )
 from draft_heads.data.text.turns import last_question, texts_of, trained_answers
@@ -77,8 +79,7 @@ def end_token_ids(
     """
     ends: set[int | None] = set(configured) if isinstance(configured, list) else {configured}
     if tokenizer is not None:
-        ends.add(tokenizer.eos_token_id)
-        ends.add(closing_token(tokenizer))
+        ends |= {tokenizer.eos_token_id, closing_token(tokenizer)}
     return tuple(sorted(end for end in ends if end is not None))
 
 
@@ -382,16 +383,18 @@ class ChatRenderer(ChatText):
         return [bool(m) for m in encoded["assistant_masks"]]
 
     def _turn_of_block(self, whole: _Rendering, number: int, marked: list[bool] | None) -> Turn:
-        """Characters of a turn that only its block shows; ConversationError without one."""
+        """Characters of a turn that only its block shows: after rewritten turns, that of its number of one each."""
+        roles = [message["role"] for message in whole.messages]
         prompt = self.text(whole.messages[:number], add_generation_prompt=True, extra=whole.extra)
-        if marked is None or not whole.text.startswith(prompt):
+        blocks = blocks_of(marked or [], whole.ids, self.ends)
+        if marked and whole.text.startswith(prompt):
+            start, first = len(prompt), first_token(whole.offsets, len(prompt))
+            last = next((last for _, last in blocks if last > first), 1)
+        elif len(blocks) == roles.count("assistant"):
+            first, last = blocks[roles[:number].count("assistant")]
+            start = whole.offsets[first][0]
+        else:
             if str(whole.messages[number].get("content") or "").strip():
                 self.check_text_shown(whole.messages, number, whole.extra, add_generation_prompt=False)
-            raise ConversationError(
-                f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
-                "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
-            )
-        last = first = next((i for i in range(first_token(whole.offsets, len(prompt)), len(marked)) if marked[i]), 0)
-        while last < len(marked) and marked[last] and whole.ids[last] not in self.ends:
-            last += 1
-        return Turn(len(prompt), True, whole.offsets[max(first, last - 1)][1])
+            raise unlocated(number)
+        return Turn(start, True, whole.offsets[last - 1][1])

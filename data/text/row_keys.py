@@ -240,9 +240,12 @@ def _is_label(key: str, value: Any, row: Mapping[str, Any]) -> bool:
 def _repeats(key: str, value: Any, texts: Sequence[str | None], systems: Sequence[str] = ()) -> bool:
     """Whether a text is one of `texts`, those of turns, or all of them in their order; white space does not count.
 
+    A list repeats them where its turns have the first of them.
     The rendering of a template may begin with one of the system texts. Example, of the turns `Hi` and `Salut`:
     `<|user|>Hi<|assistant|>Salut</s>` repeats them as `text`, `Rhyme. Hi Salut` does not.
     """
+    if isinstance(value, list):
+        return [_text_or_none(turn) for turn in value] == [*texts][: len(value)]
     if not isinstance(value, str):
         return False
     value, known = _one_line(value), [_one_line(text) for text in texts if text is not None]

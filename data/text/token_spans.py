@@ -76,6 +76,22 @@ def untrained(number: int, answer: str) -> ConversationError:
     )
 
 
+def unlocated(number: int) -> ConversationError:
+    """The error of a turn to be trained on whose tokens neither its text nor a block shows."""
+    return ConversationError(
+        f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens cannot be located; "
+        "mark each answer with one {% generation %} … {% endgeneration %} block in the template, or give it weight 0"
+    )
+
+
+def blocks_of(marked: Sequence[bool], ids: Sequence[int], ends: Collection[int]) -> list[tuple[int, int]]:
+    """[first, last) of the tokens of each block that are not `ends`."""
+    inside = [i for i, mark in enumerate(marked) if mark and ids[i] not in ends]
+    firsts = [i for before, i in zip([-2, *inside], inside) if before + 1 < i]
+    lasts = [i + 1 for i, after in zip(inside, [*inside[1:], -2]) if i + 1 != after]
+    return list(zip(firsts, lasts, strict=True))
+
+
 def between_blocks(first: int, last: int, text: str, offsets: list[tuple[int, int]], marked: list[bool]) -> set[int]:
     """Of the tokens [first, last) of a turn with several blocks those that stand between two of them, unless white
     space is all that does: the model writes that."""

@@ -95,6 +95,7 @@ REFUSED = [
     ({"instruction": "Be brief."}, "'instruction' holds text that no turn has"),
     ({"context": "Passage: Salut is French. Question: Hi"}, "'context' holds text that no turn has"),
     ({"prompt": "You are a pirate. Always rhyme. Hi Salut"}, "'prompt' holds text that no turn has"),
+    ({"prompt": [ANSWER]}, "'prompt' holds text that no turn has"),
     ({"text": "<|user|>Hi<|assistant|>Salut!"}, "'text' holds text that no turn has"),
     ({"text": "<|user|><image>Hi<|assistant|>Salut"}, "'text' holds text that no turn has"),
     ({"text": "<|assistant|>Salut<|user|>Hi"}, "'text' holds text that no turn has"),
@@ -218,6 +219,7 @@ def test_rows_of_published_forms_are_not_refused_for_what_they_say_of_themselves
     magpie = {"conversations": PAIR, "instruction": "Hi", "response": "Salut", "gen_input_configs": {"temperature": 1}}
     magpie |= {"intent": "to greet", "knowledge": "Some French.", "difficulty": "easy", "input_quality": "good"}
     rendered = {"messages": [USER, ANSWER], "text": "<|user|>Hi<|assistant|>Salut</s>", "source": "web"}
+    rendered["prompt"] = [USER]
     found, bad = read(tmp_path, openhermes, ultrachat, wildchat, magpie, rendered)
     assert found == [([USER, ANSWER], {})] * 5 and not bad
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draft_heads.data.text.errors import ControlTokenError
+from draft_heads.data.text.errors import ControlTokenError, ConversationError
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.data.text.token_spans import between_blocks, left_out
 from tests.tiny_chat import byte_tokenizer
@@ -48,6 +48,35 @@ def test_white_space_between_two_blocks_of_a_turn_is_trained_on():
     ids, mask = ChatRenderer(tokenizer, [tokenizer.eos_token_id]).conversation(chat)
     trained = [token for token, kept in zip(ids, mask) if kept]
     assert tokenizer.decode(trained) == f"(French.)\n\nSalut{tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_blocks_are_counted_where_the_template_moves_the_tools_to_the_last_question(marked):
+    """As Mistral's, so that no earlier prompt is the beginning of the conversation."""
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    tokenizer = byte_tokenizer(
+        "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}{% set ns.last = m.content %}"
+        "{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}[A]" + begin + "{% for call in m.tool_calls "
+        "or [] %}{{ call.function | tojson }}{% endfor %}{{ m.content + eos_token }}" + end + "{% else %}"
+        "{% if tools and m.content == ns.last %}{{ tools | tojson }}{% endif %}{{ '[Q]' + m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '[A]' }}{% endif %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    tool = {"role": "tool", "content": "1", "tool_call_id": "a"}
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, tool, {**ANSWER}]
+    chat += [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "Adieu"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    renderer = ChatRenderer(tokenizer, [tokenizer.eos_token_id])
+    if not marked:
+        with pytest.raises(ConversationError, match="mark each answer with one "):
+            renderer.conversation(chat, {"tools": tools})
+        return
+    own = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = renderer.conversation(chat, {"tools": tools})
+    assert (ids, [int(trained) for trained in mask]) == (own["input_ids"], own["assistant_masks"])
+    chat[3]["trained"] = False
+    _, without = renderer.conversation(chat, {"tools": tools})
+    assert tokenizer.decode([i for i, a, b in zip(ids, mask, without) if a and not b]) == "Salut" + tokenizer.eos_token
 
 
 def special(tokenizer, *tokens):
