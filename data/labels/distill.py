@@ -27,7 +27,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -85,6 +85,8 @@ def distill(
     """
     distiller = Distiller(target, options, answerer)
     loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
+    if options.labels == "generate":
+        loaded = _without_repeats(distiller, loaded)
     processes = Processes.from_environment()
     header = _header(distiller, loaded)
     check_apart(header["data"]["source"], output)
@@ -194,6 +196,15 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
         loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
         loaded.dataset = loaded.dataset.select(range(min(options.limit or len(loaded.dataset), len(loaded.dataset))))
     return loaded
+
+
+def _without_repeats(distiller: Distiller, loaded: Conversations) -> Conversations:
+    """The conversations without those that are, to the chat template, what an earlier one asks; they are counted."""
+    found: dict[Any, int] = {}
+    for number, conversation in enumerate(map(conversation_of, loaded.dataset)):
+        found.setdefault((distiller.questions(conversation), conversation.untrained), number)
+    repeated = len(loaded.dataset) - len(found)
+    return replace(loaded, dataset=loaded.dataset.select(found.values()), repeated=loaded.repeated + repeated)
 
 
 def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datasets.Dataset, first: int) -> None:

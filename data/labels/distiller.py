@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,8 @@ from draft_heads.data.labels.answers import Answer, Answerer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
 from draft_heads.data.labels.labeller import Labelled, Labeller, checked_ids
-from draft_heads.data.text.chat_template import tell_of_the_date
-from draft_heads.data.text.conversations import conversation_of
+from draft_heads.data.text.chat_template import tell_of_the_date, without_date
+from draft_heads.data.text.conversations import Conversation, conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Row:
     number: int
     place: str
     id: str
-    conversation: str  # `Conversation.opening`
+    conversation: str  # `Distiller.opening`
     messages: Messages
     extra: dict[str, Any]
     ids: list[int] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Distiller:
         self.target = target
         self.options = options
         self.renderer = ChatRenderer(target.tokenizer, target.end_token_ids)
+        self._undated = ChatRenderer(without_date(target.tokenizer), target.end_token_ids)
         tell_of_the_date(
             target.tokenizer,
             "rows written on another day have another one, and answers that an interrupted run kept are then written "
@@ -102,6 +104,27 @@ class Distiller:
     def count_units(self, record: dict[str, Any]) -> int:
         """The units of work, named by `unit`, of a conversation that is answered to its end."""
         return sum(turn["role"] == "user" for turn in record["messages"]) if self.unit == "answers" else 1
+
+    def opening(self, conversation: Conversation) -> str:
+        """Names conversations by the prompt for their first answer, of `Conversation.first_asked`."""
+        return self._name(conversation.first_asked, conversation.extra) or conversation.opening
+
+    def questions(self, conversation: Conversation) -> str:
+        """Names conversations by the prompt for their last answer: the target answers those of one name alike."""
+        messages, extra = conversation
+        last = max((number for number, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
+        return self._name(_with_answer(messages[: last + 1], "a"), extra) or conversation.key
+
+    def _name(self, messages: Messages, extra: dict[str, Any]) -> str:
+        """A digest of the prompt for these turns, with the form of a date in place of today's; "" where there is none.
+
+        So rows that the chat template makes one prompt have one name, as those with and without an empty system turn.
+        """
+        try:
+            text = self._undated.text(messages, add_generation_prompt=True, extra=extra)
+        except ConversationError:
+            return ""
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def rows(self, conversations: datasets.Dataset, first: int = 0, journal: Path | None = None) -> Iterator[Row]:
         """Rendered or generated rows, skipped ones included, as they end; numbered from `first`.
@@ -209,7 +232,7 @@ class Distiller:
     def _new_row(self, number: int, record: dict[str, Any]) -> Row:
         conversation = conversation_of(record)
         messages, extra = conversation
-        row = Row(number, record["place"], record["id"], conversation.opening, messages, extra)
+        row = Row(number, record["place"], record["id"], self.opening(conversation), messages, extra)
         try:
             generate, skip = self.options.labels == "generate", self.options.skip_bad_rows
             messages, row.trimmed = self.renderer.sound_part(messages, skip, generate, extra)

@@ -66,6 +66,18 @@ def tell_of_the_date(tokenizer: PreTrainedTokenizerBase, what_follows: str) -> N
         logger.warning("the chat template writes the date into prompts: %s", what_follows)
 
 
+def without_date(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, or a copy whose chat template writes the form of a date, as `%d %b`, in place of today's."""
+    own = tokenizer.chat_template
+    if "strftime_now" not in template_source(tokenizer):
+        return tokenizer
+    undated = copy(tokenizer)
+    shadow = "{% macro strftime_now(form) %}{{ form }}{% endmacro %}"
+    texts = {name: shadow + text for name, text in own.items()} if isinstance(own, dict) else shadow + str(own)
+    undated.chat_template = texts
+    return undated
+
+
 @cache
 def template_variables(template: str) -> frozenset[str]:
     """The names that a chat template reads of what it is given; those that it sets itself are none of them.

@@ -72,14 +72,16 @@ class Conversation(NamedTuple):
 
     @property
     def opening(self) -> str:
-        """Names conversations by what is asked first: they have a first answer in common and are held out together.
+        """Names conversations by what is asked first: they have a first answer in common and are held out together."""
+        return self._hash(self.first_asked)
 
-        So are texts that differ in the white space around them, or in how accents are written (NFC, NFD): some chat
-        templates trim, and some tokenizers compose.
-        """
+    @property
+    def first_asked(self) -> Messages:
+        """The turns up to the first question, white space around them and how accents are written (NFC, NFD) made one:
+        some chat templates trim, and some tokenizers compose."""
         asked = [number for number, turn in enumerate(self.messages) if turn["role"] == "user"]
         first = self.messages[: asked[0] + 1] if asked else self.messages
-        return self._hash([{**turn, "content": normalize("NFC", turn["content"]).strip()} for turn in first])
+        return [{**turn, "content": normalize("NFC", turn["content"]).strip()} for turn in first]
 
     def _hash(self, questions: Messages) -> str:
         return hashlib.sha256(json.dumps([questions, self.extra], sort_keys=True).encode()).hexdigest()[:16]

@@ -119,13 +119,12 @@ def test_generated_answers_in_place_of_turns_that_are_not_trained_on_are_not_tra
     rows = [row | {"id": i} for i, row in enumerate(rows)]
     options = {"labels": "generate", "max_new_tokens": 40}
     manifest = run_distill(target, write(tmp_path / "a.jsonl", rows), str(tmp_path / "o"), **options)
-    both, second, first = rows_of(tmp_path / "o")
-    tokenizer = byte_tokenizer(template("chatml"))
-    assert manifest["data"]["repeated"] == 0 and both["input_ids"] == second["input_ids"]
-    runs = trained_runs(tokenizer, both["input_ids"], both["assistant_mask"])
-    assert len(runs) == 2 and trained_runs(tokenizer, second["input_ids"], second["assistant_mask"]) == runs[1:]
-    assert trained_runs(tokenizer, first["input_ids"], first["assistant_mask"]) == runs[:1]
-    assert both["conversation"] == second["conversation"] == first["conversation"]
+    tokenizer, runs = byte_tokenizer(template("chatml")), {"0": [], "1": [], "2": []}
+    for row in rows_of(tmp_path / "o"):  # an answer of bytes of no letter ends one, and there are such
+        runs[row["id"]] += trained_runs(tokenizer, row["input_ids"], row["assistant_mask"])
+    assert manifest["data"]["repeated"] == 0 and len(runs["0"]) == 2
+    assert runs["1"] == runs["0"][1:] and runs["2"] == runs["0"][:1]
+    assert len({row["conversation"] for row in rows_of(tmp_path / "o")}) == 1
 
 
 def test_prompts_alone_get_the_answers_that_recorded_conversations_get(target, tmp_path):
@@ -169,3 +168,31 @@ def test_a_key_beside_the_turns_makes_another_dataset(with_tools, tmp_path):
     assert len(set(prints)) == 3 and prints[0] == prints[3]
     plain = "".join(json.dumps([f"row-{i}", row["messages"]]) for i, row in enumerate(rows, start=1))
     assert prints[0] == hashlib.sha256(plain.encode()).hexdigest()[:16]  # as of earlier versions, whose runs go on
+
+
+SYSTEM_SHOWN = "{% for m in messages if m.content | trim %}<|im_start|>{{ m.role + '\\n' + m.content | trim }}<|im_end|>"
+TRIMS = (
+    "{{ strftime_now('%d %b') }}" + SYSTEM_SHOWN + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("labels", ["argmax", "generate"])
+def test_rows_that_the_template_makes_one_prompt_are_one_question(tmp_path, labels):
+    save_target(tmp_path / "target", extra_end=138)
+    byte_tokenizer(TRIMS).save_pretrained(tmp_path / "target")
+    one, composed = talk("Ren\u00e9?", said("x")), talk("Rene\u0301?", said("x"))
+    blank = {"messages": [{"role": "system", "content": ""}, *one["messages"]]}
+    rows = [one, blank, one | {"enable_thinking": True}, talk(" Ren\u00e9? ", said("x")), composed]
+    rows += [one | {"enable_thinking": False}, one | {"system": "x"}]
+    manifest = run_distill(
+        str(tmp_path / "target"), write(tmp_path / "a.jsonl", rows), str(tmp_path / "o"), labels=labels
+    )
+    # the accent, written in two ways, is one first question and two prompts
+    prompts, names = (4, 3) if labels == "generate" else (7, 3)
+    asked = list(dict.fromkeys(row["id"] for row in rows_of(tmp_path / "o")))
+    assert len(asked) == prompts and manifest["data"]["repeated"] == (3 if labels == "generate" else 0)
+    found = {row["conversation"] for row in rows_of(tmp_path / "o")}
+    assert len(found) == names
+    start = "%d %b<|im_start|>user\nRen\u00e9?<|im_end|><|im_start|>assistant\n"
+    assert hashlib.sha256(start.encode()).hexdigest()[:16] in found
