@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_heads.configs.options import option_names
+from draft_heads.data.common.files import read_object
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.heads.base import DraftHead
@@ -30,6 +31,9 @@ from draft_heads.heads.config import (
     HeadConfig,
     target_sizes,
 )
+
+ANEW = "copy the checkpoint again"
+"""What helps where a file of a head is damaged."""
 
 
 def without_deleted_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -123,17 +127,6 @@ def malformed(what: str | Path) -> Iterator[None]:
         raise ValueError(f"{what} cannot be used: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError names the file where there is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON; {error}; copy the checkpoint again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must be a JSON object; got a {type(values).__name__}; copy the checkpoint again")
-    return values
-
-
 def read_config(source: str | Path) -> dict[str, Any]:
     """The settings in `config.json` of a head checkpoint, in their present form whatever version wrote the file.
 
@@ -142,7 +135,7 @@ def read_config(source: str | Path) -> dict[str, Any]:
     path = locate(source) / CONFIG
     if not path.is_file():
         raise ValueError(f"a head checkpoint needs {CONFIG}; {path.parent} has none; give RUN/head of a finished run")
-    config = read_json(path)
+    config = read_object(path, ANEW)
     if not isinstance(config.get("kind"), str):
         raise ValueError(
             f"{path} must name the head's kind; got {config.get('kind')!r}; is this a draft head's folder?"

@@ -25,12 +25,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
-from draft_heads.data.common.files import write_text
+from draft_heads.data.common.files import read_object, write_text
 from draft_heads.data.common.progress import track
 from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import load_head, locate, read_config, read_json
+from draft_heads.heads.checkpoint import ANEW, load_head, locate, read_config
 from draft_heads.heads.config import PROVENANCE
 from draft_heads.inference.evaluation.report import check_output, markdown_table
 from draft_heads.inference.target.target import Target
@@ -72,7 +72,7 @@ def table(results: dict[str, list[Any]]) -> str:
 def provenance_of(head: str | Path) -> dict[str, Any]:
     """What is known of a head's training; empty where nothing is."""
     path = locate(head) / PROVENANCE
-    return read_json(path) if path.is_file() else {}
+    return read_object(path, ANEW) if path.is_file() else {}
 
 
 def check_held_out(heads: Mapping[str, str | Path], rows: int, data: Sequence[DistilledDataset]) -> None:

@@ -6,7 +6,6 @@ minutes used, the sum of all losses, where the warm-up ended and which programs 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from draft_heads.data.common.files import checksum, write_text
+from draft_heads.data.common.files import checksum, sealed, unsealed, write_text
 
 MARKER = "complete.json"
 
@@ -73,25 +72,30 @@ def newest_complete_checkpoint(run: Path) -> Path | None:
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
-    """What `mark_complete` wrote; older versions wrote `minutes` only."""
-    marker: dict[str, Any] = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
-    return marker
+    """What `mark_complete` wrote, older versions `minutes` only; ValueError for anything else."""
+    try:
+        return unsealed((checkpoint / MARKER).read_bytes(), ("minutes",))
+    except ValueError as error:
+        raise ValueError(f"{MARKER}: {error}") from None
 
 
 def mark_complete(checkpoint: Path, **facts: Any) -> None:
     """Write the marker of a checkpoint whose files are all there: `facts`, and size and checksum of every file."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARKER)
     found = {str(path.relative_to(checkpoint)): [path.stat().st_size, checksum(path)] for path in files}
-    write_text(checkpoint / MARKER, json.dumps({**facts, "files": found}))
+    write_text(checkpoint / MARKER, sealed({**facts, "files": found}))
 
 
 def damage(checkpoint: Path, contents: bool = True) -> str | None:
-    """What is wrong with the files of a complete checkpoint, None for nothing; older markers list no files.
+    """What is wrong with a complete checkpoint, None for nothing; older markers list no files.
 
     contents: compare checksums too, not sizes only
     """
     try:
-        for name, (size, xxh3) in read_marker(checkpoint).get("files", {}).items():
+        marker = read_marker(checkpoint)
+        if (step := marker.get("step", step_of(checkpoint))) != step_of(checkpoint):
+            return f"it is that of step {step}"
+        for name, (size, xxh3) in marker.get("files", {}).items():
             path = checkpoint / name
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"
@@ -113,8 +117,10 @@ def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) ->
 
 
 def delete_incomplete(run: Path) -> None:
-    """Delete checkpoints whose writing a kill cut short; a line names each."""
+    """Delete checkpoints whose writing a kill cut short; a line names each. ValueError for a file of such a name."""
     for path in incomplete_checkpoints(run):
+        if path.is_file():
+            raise ValueError(f"checkpoints are folders; {path} is a file of that name; move it away")
         print(f"{path} was not written to its end; deleting it", flush=True)
         shutil.rmtree(path)
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from accelerate.utils import broadcast_object_list
 
 from draft_heads.configs.options import option_names
-from draft_heads.data.common.files import LOCK, lock_folder, write_text
+from draft_heads.data.common.files import LOCK, lock_folder, read_object, write_text
 from draft_heads.data.common.processes import TOKEN, Processes
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.checkpoints import (
@@ -85,7 +85,7 @@ def _check_same_settings(folder: Path, settings: dict[str, Any], defaults: Mappi
     if not (folder / SETTINGS).is_file() or not newest_complete_checkpoint(folder):
         return
     usual = {name: value for name, value in defaults.items() if name not in _EVALUATE}  # kept of some runs only
-    before = {**usual, **json.loads((folder / SETTINGS).read_text(encoding="utf-8"))}
+    before = {**usual, **read_object(folder / SETTINGS, "restore it, or add --overwrite to delete the run")}
     keys = settings.keys() & before.keys()  # older runs wrote others too
     changed = sorted(key for key in keys if settings[key] != before[key])
     if "target" in changed and Path(settings["target"]).resolve() == Path(before["target"]).resolve():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any, TextIO
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
+_SEAL = "digest"
 
 _FULL = {
     errno.ENOSPC: "has {free:,.0f} MiB left",
@@ -77,19 +79,50 @@ def replacing(path: Path) -> Iterator[Path]:
             os.close(folder)
 
 
-def read_manifest(path: Path, version: int, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
-    """The object in a JSON file of a `format_version` that has these keys; ValueError, which ends with the remedy, for
-    any other."""
+def sealed(record: Mapping[str, Any]) -> str:
+    """The record as JSON in one line with a digest of itself, which `unsealed` compares."""
+    return json.dumps({**record, _SEAL: _digest(record)}, ensure_ascii=False)
+
+
+def unsealed(text: str | bytes, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The record of a `sealed` text; ValueError for other content than was written, and for one without these keys.
+
+    Texts of older versions have no digest: those are taken as they are.
+    """
+    record = _object(text, keys)
+    if record.pop(_SEAL, None) not in (None, _digest(record)):
+        raise ValueError("it has other content than was written")
+    return record
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record).encode()).hexdigest()[:16]
+
+
+def _object(text: str | bytes, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The object in a JSON text; ValueError for any other text, and without one of the keys."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, not an object")
+    if missing := [key for key in keys if key not in found]:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    return found
+
+
+def read_object(path: Path, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The object in a JSON file, with these keys; ValueError, which ends with the remedy, for any other."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        return _object(path.read_bytes(), keys)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
-    found = manifest.get("format_version") if isinstance(manifest, dict) else None
+
+
+def read_manifest(path: Path, version: int, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """`read_object` of a `format_version`; ValueError, which ends with the remedy, for another one."""
+    found = read_object(path, remedy).get("format_version")
     if found != version:
         raise ValueError(f"{path} must have format_version {version}; got {found!r}; {remedy}")
-    if missing := [key for key in keys if key not in manifest]:
-        raise ValueError(f"{path} is damaged (it has no {', '.join(missing)}); {remedy}")
-    return dict(manifest)
+    return read_object(path, remedy, keys)
 
 
 def write_text(path: Path, text: str) -> None:

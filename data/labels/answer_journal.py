@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from draft_heads.data.common.files import names_path
+from draft_heads.data.common.files import names_path, sealed, unsealed
 from draft_heads.data.labels.answers import Answer, Answerer
+
+logger = logging.getLogger(__name__)
 
 
 class _Kept(NamedTuple):
@@ -35,7 +38,10 @@ class AnswerJournal:
         whole = _whole_lines(path)
         if path.is_file():
             os.truncate(path, len(whole))
-        self._kept = {kept.prompt: kept for kept in map(_parse, whole.splitlines()) if kept is not None}
+        lines = [_parse(line) for line in whole.splitlines()]
+        self._kept = {kept.prompt: kept for kept in lines if kept is not None}
+        if damaged := lines.count(None):
+            logger.warning("%s: %d answers are damaged and are written again", path, damaged)
 
     def __call__(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[tuple[int, Answer]]:
         """As `Answerer`, first the answers that are written already."""
@@ -52,7 +58,8 @@ class AnswerJournal:
             ended = self._answerer([prompts[index] for index in rest], [limits[index] for index in rest])
             for place, answer in ended:
                 index = rest[place]
-                file.write(json.dumps(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)) + "\n")
+                kept = _Kept(digests[index], answer.tokens, answer.finish, answer.is_own)
+                file.write(sealed(kept._asdict()) + "\n")
                 file.flush()
                 yield index, answer
 
@@ -75,5 +82,5 @@ def _whole_lines(path: Path) -> bytes:
 def _parse(line: bytes) -> _Kept | None:
     """None for a line that is damaged: its answer is written again."""
     with suppress(ValueError, TypeError):
-        return _Kept(*json.loads(line))
+        return _Kept(**unsealed(line))
     return None

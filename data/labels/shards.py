@@ -29,7 +29,16 @@ from uuid import uuid4
 import datasets
 import pyarrow as pa
 
-from draft_heads.data.common.files import LOCK, checksum, lock_folder, names_path, read_manifest, write_text
+from draft_heads.data.common.files import (
+    LOCK,
+    checksum,
+    lock_folder,
+    names_path,
+    read_manifest,
+    sealed,
+    unsealed,
+    write_text,
+)
 from draft_heads.data.common.processes import TOKEN, Processes
 from draft_heads.data.fingerprint import compared
 from draft_heads.data.labels.answer_journal import count_answers
@@ -45,6 +54,7 @@ _OWN_FILES = re.compile(
 )
 """What a distillation has in its folder; those before shards also where a kill has left no manifest."""
 _JOURNAL = ".answers.jsonl"
+_REMEDY = "make the folder again with overwrite"
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
 
@@ -218,14 +228,19 @@ class ShardFolder:
         file_of = {"file": path.name, "rows": written, "bytes": status.st_size}
         file_of["xxh3"] = _checksum(path, status.st_mtime_ns)
         entry = {**file_of, **entry, "counts": counts}
-        write_text(path.with_suffix(".json"), json.dumps(entry, ensure_ascii=False))
+        write_text(path.with_suffix(".json"), sealed(entry))
         self.journal(entry["first_row"]).unlink(missing_ok=True)
 
     def collect(self) -> None:
-        """Take the shards that any process has finished into the manifest."""
+        """Take the shards that any process has finished into the manifest; one of a damaged entry is made again."""
         entries = self._own("shard-*.json")
         if entries:
-            found = [json.loads(path.read_text(encoding="utf-8")) for path in entries]
+            found = []
+            for path in entries:
+                try:
+                    found.append(unsealed(path.read_bytes(), ("first_row", "file", "bytes", "rows", "counts")))
+                except ValueError as error:
+                    logger.warning("%s is damaged (%s): its shard is made again", path, error)
             shards = {shard["first_row"]: shard for shard in [*self.manifest["shards"], *found]}
             self.manifest["shards"] = [shards[first] for first in sorted(shards)]
             self._save()
@@ -286,11 +301,16 @@ def load_distilled(path: str) -> DistilledDataset:
     if (damage := processes.first_of(damage)) is not None:
         raise ValueError(f"{damage}; the same scripts/distill.py command makes this shard again")
     files = [str(folder / shard["file"]) for shard in manifest["shards"] if shard["rows"]]
-    if not files:
+    rows = sum(shard["rows"] for shard in manifest["shards"])
+    if not (files or manifest["counts"].get("rows")):
         raise ValueError(f"{path} holds no rows: all {manifest['counts'].get('skipped', 0)} were skipped")
-    return DistilledDataset(
-        datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files]), manifest
-    )
+    found = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files]) if files else []
+    if not len(found) == rows == manifest["counts"].get("rows", rows):
+        raise ValueError(
+            f"{folder / MANIFEST} is damaged: its shards have {len(found)} rows, and it says {rows} of them and "
+            f"{manifest['counts'].get('rows')} of all; {_REMEDY}"
+        )
+    return DistilledDataset(found, manifest)
 
 
 def _damage(folder: Path, shard: dict[str, Any], read: bool = True) -> str | None:
@@ -317,7 +337,7 @@ def _checksum(path: Path, changed: int) -> str:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     keys = (*_HEADER, "shards", "counts", "complete")
-    return read_manifest(folder / MANIFEST, FORMAT_VERSION, "make the folder again with overwrite", keys)
+    return read_manifest(folder / MANIFEST, FORMAT_VERSION, _REMEDY, keys)
 
 
 def check_apart(source: str, output: str) -> None:

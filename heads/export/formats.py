@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draft_heads.data.common.files import write_tensors, write_text
+from draft_heads.data.common.files import read_object, write_tensors, write_text
 from draft_heads.heads.base import DraftHead, Rows, TargetView
-from draft_heads.heads.checkpoint import malformed, read_json
+from draft_heads.heads.checkpoint import ANEW, malformed
 from draft_heads.heads.config import CONFIG
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
 
@@ -105,7 +105,7 @@ def read_settings(folder: Path, name: str = "") -> tuple[dict[str, Any], str]:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"an exported head has a {CONFIG}; {folder} has none; give the folder that holds it")
-    config = read_json(path)
+    config = read_object(path, ANEW)
     return config, name or format_of(config, folder)
 
 

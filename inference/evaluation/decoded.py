@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
-from draft_heads.data.common.files import LOCK, lock_folder, write_text
+from draft_heads.data.common.files import LOCK, lock_folder, read_object, sealed, unsealed, write_text
 from draft_heads.data.common.processes import TOKEN
 from draft_heads.inference.evaluation.made_from import differences
 from draft_heads.inference.generation import Generation
@@ -161,7 +161,7 @@ class DecodedFolder:
             for path in sorted(kept, key=known.__eq__):
                 path.unlink()
         elif known.is_file():
-            changed = differences(json.loads(known.read_text(encoding="utf-8")), wanted)
+            changed = differences(read_object(known, "add --overwrite"), wanted)
         elif any(self.folder.glob("*-*.json")):
             changed = ["its run.json is missing"]
         if changed:
@@ -180,7 +180,7 @@ class DecodedFolder:
         path = self._file(group)
         if group not in self._groups and path.is_file():
             try:
-                self._groups[group] = _from_json(path.read_text(encoding="utf-8"))
+                self._groups[group] = _from_json(path.read_bytes(), str(group))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path} is damaged ({error}); delete it, and the same command makes it again"
@@ -192,7 +192,7 @@ class DecodedFolder:
         self._groups[group] = decoded
         answers = decoded.expected
         expected = None if answers is None else [[list(prompt), tokens] for prompt, tokens in answers.items()]
-        write_text(self._file(group), json.dumps({**asdict(decoded), "expected": expected}, ensure_ascii=False))
+        write_text(self._file(group), sealed({"group": str(group), **asdict(decoded), "expected": expected}))
 
     def _file(self, group: Group) -> Path:
         return self.folder / f"{quote(str(group), safe=' ')}.json"
@@ -204,8 +204,10 @@ class DecodedFolder:
         return f"{finished}: the same command, without --overwrite, goes on there"
 
 
-def _from_json(text: str) -> DecodedGroup:
-    values = json.loads(text)
+def _from_json(text: bytes, group: str) -> DecodedGroup:
+    values = unsealed(text)
+    if (found := values.pop("group", group)) != group:
+        raise ValueError(f"it is that of {found}")
     records = [
         TurnRecord(**{**turn, "prompt": tuple(turn["prompt"]), "generation": Generation(**turn["generation"])})
         for turn in values["records"]

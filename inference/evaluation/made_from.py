@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from draft_heads.data.common.files import checksum, write_text
+from draft_heads.data.common.files import checksum, read_object, write_text
 from draft_heads.data.common.pretrained import MAY_BE_MISSING
 
 NOTE = "made_from.json"
@@ -60,7 +60,7 @@ def must_be_made(
     if overwrite:
         (folder / finished).unlink(missing_ok=True)  # the new note is not true of it
     elif note.is_file() or (folder / finished).is_file():
-        before = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
+        before = read_object(note, remedy) if note.is_file() else {}
         if changed := "; ".join(differences(before, wanted)):
             what = "repeat what it was made from, take another --output"
             raise ValueError(f"{folder} was made from something else ({changed}); {what} or {remedy}")

@@ -1,5 +1,6 @@
 """Groups of questions of an evaluation in a folder: resumed, shared among processes, their findings put together."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,30 @@ def test_groups_without_run_json_are_anothers_and_it_goes_last(tmp_path, monkeyp
     parts._lock.close()
     with pytest.raises(ValueError, match=r"other settings \(its run.json is missing\); .* add --overwrite"):
         parts.begin({"limit": 4}, False)
+
+
+def test_a_group_that_is_not_as_it_was_written_is_named_with_the_remedy(tmp_path):
+    engines, parts = {"vanilla": StubEngine(), "fast": StubEngine(2)}, DecodedFolder(tmp_path)
+    parts.begin({}, False)
+    run(engines, store=parts)
+    first, other = sorted(parts.folder.glob("bench-*.json"))[:2]
+    text = first.read_text()
+    record = json.loads(text)["records"][0]
+    tokens, lacking = record["generation"]["tokens"], json.loads(text)
+    lacking["records"].pop()
+    texts = [text.replace(json.dumps(tokens), json.dumps([*tokens[:-1], tokens[-1] + 1]), 1), json.dumps(lacking)]
+    texts += [text.replace('"question": 0', '"question": 7'), "[]", "", "{}", other.read_text()]
+    for damaged in texts:
+        assert damaged != text
+        first.write_text(damaged)
+        with pytest.raises(ValueError, match=r"bench-00000\.json is damaged .*; delete it, and the same command"):
+            run(engines, store=DecodedFolder(tmp_path))
+    first.write_text(text)
+    assert figures(run(engines, store=DecodedFolder(tmp_path))) == figures(run(engines))
+    (parts.folder / "run.json").write_text("")
+    parts._lock.close()
+    with pytest.raises(ValueError, match=r"run\.json is damaged .*; add --overwrite"):
+        parts.begin({}, False)
 
 
 def test_processes_share_the_questions_and_one_judges(tmp_path):

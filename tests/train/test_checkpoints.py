@@ -11,8 +11,11 @@ from draft_heads.train.checkpoints import (
     SoundBest,
     complete_checkpoints,
     damage,
+    delete_incomplete,
     mark_complete,
     newest_complete_checkpoint,
+    read_marker,
+    set_damaged_aside,
 )
 
 
@@ -70,6 +73,30 @@ def test_damage_is_found_by_size_or_checksum(tmp_path):
     assert damage(checkpoint) is None
 
 
+def test_the_marker_of_a_checkpoint_is_what_was_written(tmp_path):
+    checkpoint, other = tmp_path / "checkpoint-2", tmp_path / "checkpoint-9"
+    checkpoint.mkdir()
+    mark_complete(checkpoint, step=2, minutes=0.5, losses=[3.25, 2])
+    written = (checkpoint / "complete.json").read_text()
+    assert read_marker(checkpoint) == {"step": 2, "minutes": 0.5, "losses": [3.25, 2], "files": {}}
+    for before, after in (("0.5", "90.5"), ("3.25", "3.75"), ('"files"', '"filez"'), ("2]", '"2"]')):
+        assert before in written
+        (checkpoint / "complete.json").write_text(written.replace(before, after))
+        assert damage(checkpoint) == "complete.json: it has other content than was written"
+    for text, what in (("[]", "it holds a list, not an object"), ("{}", "it has no minutes")):
+        (checkpoint / "complete.json").write_text(text)
+        assert damage(checkpoint) == f"complete.json: {what}"
+    (checkpoint / "complete.json").write_text(written)
+    shutil.copytree(checkpoint, other)
+    assert damage(other) == "it is that of step 2" and newest_complete_checkpoint(tmp_path) == checkpoint
+    set_damaged_aside(tmp_path)
+    assert (tmp_path / "damaged-checkpoint-9").is_dir() and not other.exists()
+    other.write_text("mine")
+    with pytest.raises(ValueError, match=r"checkpoints are folders; .*checkpoint-9 is a file of that name"):
+        delete_incomplete(tmp_path)
+    assert other.read_text() == "mine"
+
+
 @pytest.mark.parametrize("lost", ["sound", "damaged", "deleted", "all"])
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("recorded", ["elsewhere/checkpoint-4", None])
@@ -80,7 +107,7 @@ def test_a_resumed_run_exports_the_best_checkpoint_that_is_sound(tmp_path, capsy
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights")
-        mark_complete(folder)
+        mark_complete(folder, minutes=1.0)
     best = max(2, 4, 6, key=measured.get) if more else 4
     if lost == "deleted":
         shutil.rmtree(tmp_path / f"checkpoint-{best}")

@@ -134,7 +134,7 @@ def test_a_program_is_another_by_its_packages_too(tmp_path):
     second = {**first, "packages": {"torch": "2.12", "datasets": "5.2"}}
     checkpoint = tmp_path / "checkpoint-5"
     checkpoint.mkdir()
-    (checkpoint / "complete.json").write_text(json.dumps({"programs": [{"from_step": 2, **first}]}))
+    (checkpoint / "complete.json").write_text(json.dumps({"minutes": 1.0, "programs": [{"from_step": 2, **first}]}))
     assert train_run.programs_of(first, checkpoint) == [{"from_step": 2, **first}]
     both = [{"from_step": 2, **first}, {"from_step": 5, **second}]
     assert train_run.programs_of(second, checkpoint) == both

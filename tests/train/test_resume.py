@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from draft_heads.configs.options import option_names
+from draft_heads.data.common.files import sealed, unsealed
 from draft_heads.data.labels.shards import DistilledDataset
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.checkpoints import complete_checkpoints, incomplete_checkpoints
@@ -158,7 +159,7 @@ def test_patience_ends_training_and_exports_the_best_checkpoint(dataset, tmp_pat
     assert provenance["steps"] == 1 + measured.index(min(measured))
     assert provenance["metrics"]["eval_loss"] == pytest.approx(min(measured), rel=1e-3)
     marker = tmp_path / "run" / f"checkpoint-{provenance['steps']}" / "complete.json"
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"minutes": 7.5}))  # not those of the steps after it
+    marker.write_text(sealed(unsealed(marker.read_text()) | {"minutes": 7.5}))  # not those of the steps after it
     shutil.rmtree(tmp_path / "run" / "head")
     status, told = run(dataset, tmp_path / "run", *patient, kind="medusa")
     assert status == 0 and "resuming" in told, told
@@ -213,7 +214,7 @@ def test_a_run_that_goes_by_its_evaluations_is_resumed_with_the_same(dataset, tm
     """Checked when the run's length is known, as a recipe's interval depends on it."""
     args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1, recipe="")
     (tmp_path / "checkpoint-3").mkdir()
-    (tmp_path / "checkpoint-3" / "complete.json").write_text("{}")
+    (tmp_path / "checkpoint-3" / "complete.json").write_text('{"minutes": 1.0}')
     (tmp_path / "run.json").write_text('{"eval_steps": 10, "seed": 1}')
     with pytest.raises(ValueError, match=r"other settings \(eval_steps was 10, now 20\)"):
         begin(args, {"eval_steps": 20, "seed": 1})
@@ -261,13 +262,23 @@ def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_pa
     (tmp_path / "run.json").write_text('{"seed": 1}')
     (tmp_path / "checkpoint-3").mkdir()
     check_folder(args, {"seed": 2})
-    (tmp_path / "checkpoint-3" / "complete.json").write_text("{}")
+    (tmp_path / "checkpoint-3" / "complete.json").write_text('{"minutes": 1.0}')
     check_folder(args, {"seed": 1})
     with pytest.raises(ValueError, match=r"other settings \(seed was 1, now 2\).*--overwrite"):
         check_folder(args, {"seed": 2})
     check_folder(args, {"seed": 1, "decay": 1.0, "new": 5}, {"decay": 1.0})  # options that were added since
     with pytest.raises(ValueError, match=r"decay was 1.0, now 0.7"):
         check_folder(args, {"seed": 1, "decay": 0.7}, {"decay": 1.0})
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff", b"[]"])
+def test_damaged_settings_of_a_run_are_named_with_the_remedy(tmp_path, text):
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1, recipe="")
+    (tmp_path / "run.json").write_bytes(text)
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "complete.json").write_text('{"minutes": 1.0}')
+    with pytest.raises(ValueError, match=r"run\.json is damaged .*restore it, or add --overwrite"):
+        check_folder(args, {"seed": 2})
 
 
 def test_the_content_of_a_deepspeed_configuration_is_a_setting(tmp_path):

@@ -170,7 +170,7 @@ def test_a_key_beside_the_turns_makes_another_dataset(with_tools, tmp_path):
     assert prints[0] == hashlib.sha256(plain.encode()).hexdigest()[:16]  # as of earlier versions, whose runs go on
 
 
-SYSTEM_SHOWN = "{% for m in messages if m.content | trim %}<|im_start|>{{ m.role + '\\n' + m.content | trim }}<|im_end|>"
+SYSTEM_SHOWN = "{% for m in messages if m.content | trim %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>"
 TRIMS = (
     "{{ strftime_now('%d %b') }}" + SYSTEM_SHOWN + "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"

@@ -1,0 +1,78 @@
+"""What is damaged between two runs of a distillation is noticed, and made again where that is possible."""
+
+import json
+import shutil
+
+import pytest
+
+from draft_heads.data.common.files import sealed
+from draft_heads.data.labels.distill import distill
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.shards import load_distilled
+from draft_heads.inference.target.target import Target
+from tests.data.labels.distilling.distilled import rows_of
+from tests.data.labels.distilling.test_survival import Dying
+
+
+@pytest.mark.parametrize("damage", ["token", "short", "end", "text", "older"])
+def test_a_damaged_answer_is_written_again(target, source, tmp_path, caplog, damage):
+    loaded, out = Target.from_pretrained(target), tmp_path / "out"
+    options = DistillOptions(labels="generate", max_new_tokens=12, batch_size=2)
+    whole = Dying(loaded, options, 1000)
+    distill(loaded, source, str(tmp_path / "whole"), options, False, False, whole)
+    with pytest.raises(KeyboardInterrupt):
+        distill(loaded, source, str(out), options, False, False, Dying(loaded, options, 3))
+    (journal,) = out.glob("*.answers.jsonl")
+    first, *rest = journal.read_text().splitlines()
+    answer = json.loads(first)
+    tokens, finish = answer["tokens"], answer["finish"]
+    damaged = {
+        "token": first.replace(json.dumps(tokens), json.dumps([*tokens[:-1], tokens[-1] ^ 1])),
+        "short": first.replace(json.dumps(tokens), json.dumps(tokens[:3])),
+        "end": first.replace(f'"{finish}"', '"loop"'),
+        "text": first.replace(json.dumps(tokens), '"abc"'),
+        "older": json.dumps([answer["prompt"], tokens, finish, True]),
+    }[damage]
+    assert damaged != first
+    journal.write_text("\n".join([damaged, *rest]) + "\n")
+    last = Dying(loaded, options, 1000)
+    distill(loaded, source, str(out), options, False, False, last)
+    assert last.asked == whole.asked - 2 and rows_of(out) == rows_of(tmp_path / "whole")
+    assert "1 answers are damaged and are written again" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["rows", "counts", "first", "empty", "byte", "list", "gone"])
+def test_a_shard_whose_entry_is_damaged_is_made_again(target, source, tmp_path, caplog, damage):
+    options, out = DistillOptions(labels="argmax", shard_rows=2), tmp_path / "out"
+    loaded = Target.from_pretrained(target)
+    distill(loaded, source, str(tmp_path / "whole"), options, False, False)
+    manifest = json.loads((tmp_path / "whole" / "manifest.json").read_text())
+    shutil.copytree(tmp_path / "whole", out)
+    entry, others = manifest["shards"][0], manifest["shards"][1:]
+    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": others, "complete": False}))
+    file, text = out / "shard-00000.json", sealed(entry)
+    texts = {
+        "rows": text.replace('"rows": 2', '"rows": 0', 1),
+        "counts": text.replace('"trained_tokens": ', '"trained_tokens": 9'),
+        "first": text.replace('"first_row": 0', '"first_row": 1'),
+        "empty": "",
+        "byte": "\xff",
+        "list": "[]",
+    }
+    if damage != "gone":
+        file.write_bytes(texts[damage].encode("latin-1"))
+        assert texts[damage] != text
+    distill(loaded, source, str(out), options, False, False)
+    assert rows_of(out) == rows_of(tmp_path / "whole") and not file.exists()
+    assert json.loads((out / "manifest.json").read_text())["counts"] == manifest["counts"]
+    assert ("shard-00000.json is damaged" in caplog.text) == (damage != "gone")
+
+
+@pytest.mark.parametrize("place", ["shard", "all"])
+def test_a_manifest_that_names_other_numbers_of_rows_is_damaged(target, source, tmp_path, place):
+    distill(Target.from_pretrained(target), source, str(tmp_path), DistillOptions(shard_rows=2), False, False)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (manifest["shards"][0] if place == "shard" else manifest["counts"])["rows"] = 0
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged: its shards have \d+ rows, and it says"):
+        load_distilled(str(tmp_path))
