@@ -41,7 +41,7 @@ class AnswerJournal:
         lines = [_parse(line) for line in whole.splitlines()]
         self._kept = {kept.prompt: kept for kept in lines if kept is not None}
         if damaged := lines.count(None):
-            logger.warning("%s: %d answers are damaged and are written again", path, damaged)
+            logger.warning("%s: answers that are damaged, and are written again: %d", path, damaged)
 
     def __call__(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[tuple[int, Answer]]:
         """As `Answerer`, first the answers that are written already."""

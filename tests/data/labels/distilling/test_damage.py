@@ -38,7 +38,7 @@ def test_a_damaged_answer_is_written_again(target, source, tmp_path, caplog, dam
     last = Dying(loaded, options, 1000)
     distill(loaded, source, str(out), options, False, False, last)
     assert last.asked == whole.asked - 2 and rows_of(out) == rows_of(tmp_path / "whole")
-    assert "1 answers are damaged and are written again" in caplog.text
+    assert "answers that are damaged, and are written again: 1" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["rows", "counts", "first", "empty", "byte", "list", "gone"])
