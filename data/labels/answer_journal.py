@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from draft_heads.data.common.files import names_path, sealed, unsealed
+from draft_heads.data.common.files import names_path, sealed, unsealed, write_text
 from draft_heads.data.labels.answers import Answer, Answerer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class AnswerJournal:
         self._kept = {kept.prompt: kept for kept in lines if kept is not None}
         if damaged := lines.count(None):
             logger.warning("%s: answers that are damaged, and are written again: %d", path, damaged)
+            write_text(path, "".join(map(_line, self._kept.values())))
 
     def __call__(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[tuple[int, Answer]]:
         """As `Answerer`, first the answers that are written already."""
@@ -58,8 +59,7 @@ class AnswerJournal:
             ended = self._answerer([prompts[index] for index in rest], [limits[index] for index in rest])
             for place, answer in ended:
                 index = rest[place]
-                kept = _Kept(digests[index], answer.tokens, answer.finish, answer.is_own)
-                file.write(sealed(kept._asdict()) + "\n")
+                file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
                 file.flush()
                 yield index, answer
 
@@ -79,8 +79,12 @@ def _whole_lines(path: Path) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
+def _line(kept: _Kept) -> str:
+    return sealed(kept._asdict()) + "\n"
+
+
 def _parse(line: bytes) -> _Kept | None:
-    """None for a line that is damaged: its answer is written again."""
+    """None for a line that is damaged: its answer is written again. Those of older versions are lists."""
     with suppress(ValueError, TypeError):
-        return _Kept(**unsealed(line))
+        return _Kept(*json.loads(line)) if line.startswith(b"[") else _Kept(**unsealed(line))
     return None

@@ -14,9 +14,9 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
-from typing import Any
+from typing import Any, TypeVar
 
 from draft_heads.data.generation_config import processor_settings, settings_text
 from draft_heads.data.labels.answers import Answer
@@ -26,6 +26,7 @@ from draft_heads.data.labels.loops import GOES_ON, loop_start
 
 logger = logging.getLogger(__name__)
 
+_Read = TypeVar("_Read")
 _TIMEOUT = 900.0  # seconds for one answer, which may wait in the server's queue, and for each of its tokens:
 _PER_TOKEN = 0.5
 _BUSY = (429, 500, 502, 503, 504)  # statuses after which the same request may succeed
@@ -60,7 +61,7 @@ class AnswerServer:
         self._answered = time.monotonic()  # when the server last answered any request
         self.model = options.model_name
         if self.model is None:
-            if not (models := self._call("/models", None).get("data")):
+            if not (models := self._call("/models", None, _models)):
                 raise ValueError(f"base_url {self.url} serves no model; pass model_name")
             self.model = str(models[0]["id"])
 
@@ -81,8 +82,7 @@ class AnswerServer:
     def _answer(self, prompt: list[int], limit: int) -> Answer:
         body = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
         body |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True, **self._penalties}
-        response = self._call("/completions", body, _TIMEOUT + _PER_TOKEN * limit)
-        choice = response["choices"][0] if response.get("choices") else {}
+        choice = self._call("/completions", body, _first_choice, _TIMEOUT + _PER_TOKEN * limit)
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
             raise ValueError(
@@ -95,7 +95,8 @@ class AnswerServer:
                 f"base_url {self.url} returns tokens that the target has not (of {self._vocab_size}: "
                 f"{tokens[:8]} …); serve the model that is the target"
             )
-        # a server that does not know these tokens may write on after them
+        longer, tokens = len(tokens) > limit, tokens[:limit]  # a server may not know max_tokens,
+        # and one that does not know these tokens may write on after them
         tokens = tokens[: next((i for i, token in enumerate(tokens, 1) if token in self._end_token_ids), None)]
         ended = bool(tokens) and tokens[-1] in self._end_token_ids
         loop = loop_start(tokens, goes_on=GOES_ON) if self._cut_loops else None
@@ -104,7 +105,7 @@ class AnswerServer:
         if ended:
             return Answer(tokens, "end")
         reason = choice.get("finish_reason")
-        if reason != "length":
+        if reason != "length" and not longer:
             raise ValueError(
                 f"base_url {self.url} ended an answer ({reason}) with tokens {tokens[-3:]}, none of the end-of-turn "
                 f"tokens {self._end_token_ids}; serve the model that is the target, with its own tokenizer"
@@ -116,9 +117,12 @@ class AnswerServer:
             )
         return Answer(tokens, "limit")
 
-    def _call(self, path: str, body: dict[str, Any] | None, timeout: float | None = None) -> dict[str, Any]:
+    def _call(
+        self, path: str, body: dict[str, Any] | None, read: Callable[[Any], _Read], timeout: float | None = None
+    ) -> _Read:
         """What the server answers; a request that fails, or is answered by garbage, is repeated after a pause.
 
+        read: takes from a reply what was asked for; ValueError for garbage
         timeout: seconds that an answer may take; None: `_TIMEOUT`
 
         One that a full queue refuses (429), or in which it waits too long, is repeated for as long as the server
@@ -136,7 +140,7 @@ class AnswerServer:
             full = False
             try:
                 with urllib.request.urlopen(request, timeout=longest) as response:
-                    answer = dict(json.loads(response.read()))
+                    answer = read(json.loads(response.read()))
                     self._answered = time.monotonic()
                     return answer
             except urllib.error.HTTPError as error:
@@ -144,7 +148,7 @@ class AnswerServer:
                 fault = f"status {error.code}: {_text_of(error)[:300]}"
                 if error.code not in _BUSY:
                     break
-            except (OSError, http.client.HTTPException, ValueError, TypeError) as error:  # ValueError: no JSON
+            except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no JSON
                 full = isinstance(error, TimeoutError) and time.monotonic() - self._answered < longest
                 fault = f"{type(error).__name__}: {error}"
                 if isinstance(error, http.client.InvalidURL):
@@ -162,6 +166,22 @@ class AnswerServer:
             f"base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
             f"{remedy}The same command goes on where this one ended"
         )
+
+
+def _models(reply: Any) -> list[dict[str, Any]]:
+    """The models that a reply lists; ValueError for another form."""
+    models = reply.get("data") if isinstance(reply, dict) else None
+    if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
+        raise ValueError(f"a list of models has 'data' with an 'id' each; received {json.dumps(reply)[:300]}")
+    return models
+
+
+def _first_choice(reply: Any) -> dict[str, Any]:
+    """The first of a reply's answers; ValueError for another form, as that of an error."""
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ValueError(f"a completion has 'choices'; received {json.dumps(reply)[:300]}")
+    return choices[0]
 
 
 def _text_of(error: urllib.error.HTTPError) -> str:

@@ -61,6 +61,8 @@ from draft_heads.data.text.conversations import (
 logger = logging.getLogger(__name__)
 
 _TRAINED = "black on green"
+_OF_ONE_MODEL = 0.9
+"""The least share of equal tokens of a server and the target that serve one model, in whatever precisions."""
 
 
 def distill(
@@ -169,6 +171,13 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
             "by the chat template, or the conversation had no room in --max_length for another; other answers are "
             "followed by all questions",
             unasked,
+        )
+    agreement = manifest["counts"].get("agreement")
+    if distiller.options.engine == "openai" and agreement is not None and agreement < _OF_ONE_MODEL:
+        logger.warning(
+            "%.1f %% of the tokens that the server wrote are what the target would write; of the same model it is "
+            "nearly all: serve the model that is the target, without settings of its own",
+            100 * agreement,
         )
     if without := manifest["counts"].get("without_end"):
         logger.warning(

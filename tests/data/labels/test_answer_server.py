@@ -4,6 +4,7 @@ import http.client
 import io
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -37,13 +38,16 @@ def stub_server(url, **options):
     return AnswerServer(target, DistillOptions(labels="generate", engine="openai", base_url=url, **options))
 
 
+MODELS = {"data": [{"id": "stub"}]}
+
+
 @contextmanager
-def serving(complete):
+def serving(complete, models=MODELS):
     """The base URL of a server that answers completions with `complete(request) -> choice`; BlockingIOError: a 429."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.reply({"data": [{"id": "stub"}]}, cut=self.path.endswith("garbage"))
+            self.reply(models, cut=self.path.endswith("garbage"))
 
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -136,7 +140,10 @@ GOOD = json.dumps({"choices": [{"token_ids": [5, 2], "finish_reason": "stop"}]})
 
 
 @pytest.mark.parametrize(
-    "fault", [(429, GOOD, 0), (500, b"", 0), (503, b"busy", 0), (200, GOOD[:30], 40), None], ids=str
+    "fault",
+    [(429, GOOD, 0), (500, b"", 0), (503, b"busy", 0), (200, GOOD[:30], 40), None]
+    + [(200, body, 0) for body in (b"[]", b'{"error": {"code": 503}}', b'{"choices": [null]}', b'{"choices": {}}')],
+    ids=str,
 )
 def test_a_request_that_fails_is_repeated(monkeypatch, fault):
     """fault: (status, body, bytes that are announced and missing), or None for a server that hangs."""
@@ -171,6 +178,34 @@ def test_a_request_that_fails_is_repeated(monkeypatch, fault):
         server.shutdown()
         server.server_close()
     assert answer.tokens == [5, 2] and len(asked) == 3
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+@pytest.mark.parametrize(
+    ("tokens", "kept"), [([5, 6, 7, 8, 2], ([5, 6, 7], "limit")), ([5, 6, 2, 8], ([5, 6, 2], "end"))]
+)
+def test_an_answer_is_no_longer_than_was_asked_for(reason, tokens, kept):
+    with serving(lambda request: {"token_ids": tokens, "finish_reason": reason}) as url:
+        (answer,) = in_order(stub_server(url), [[1]], [3])
+    assert (answer.tokens, answer.finish) == kept
+
+
+@pytest.mark.parametrize("reply", [{"data": ["a"]}, {"data": [{"name": "a"}]}, {"data": {"id": "a"}}, [], {}])
+def test_models_of_another_form_end_in_a_sentence(monkeypatch, reply):
+    monkeypatch.setattr(answer_server, "_PAUSES", ())
+    with serving(lambda request: {}, reply) as url, pytest.raises(ValueError, match="a list of models has 'data'"):
+        stub_server(url)
+    with serving(lambda request: {}, {"data": []}) as url, pytest.raises(ValueError, match="serves no model"):
+        stub_server(url)
+
+
+def test_a_server_of_another_model_is_told(folder, tmp_path, caplog):
+    source = write_sharegpt(tmp_path / "chat.json")
+    draw = random.Random(0)
+    with serving(lambda request: {"token_ids": draw.choices(range(5, 60), k=7) + [2], "finish_reason": "stop"}) as url:
+        options = DistillOptions(labels="generate", max_new_tokens=8, engine="openai", base_url=url)
+        distill(Target.from_pretrained(folder), source, str(tmp_path / "out"), options, show_progress=False)
+    assert "% of the tokens that the server wrote are what the target would write" in caplog.text
 
 
 INTERRUPTED = """
@@ -260,7 +295,7 @@ def test_refusals_of_a_full_queue_and_waiting_in_it_are_no_failures(monkeypatch)
     server = stub_server("http://127.0.0.1:9/v1", model_name="stub")
     monkeypatch.setattr(answer_server.urllib.request, "urlopen", urlopen)
     server._answered = time.monotonic()
-    assert server._call("/x", {}) == {"a": 1}
+    assert server._call("/x", {}, dict) == {"a": 1}
 
 
 def test_a_loop_that_ends_with_the_last_token_is_one_of_a_served_answer_too():
@@ -277,7 +312,7 @@ def test_a_loop_that_ends_with_the_last_token_is_one_of_a_served_answer_too():
 def test_a_server_that_answers_no_json_is_named(monkeypatch):
     monkeypatch.setattr(answer_server, "_PAUSES", (0.0,))
     with serving(lambda request: {}) as url, pytest.raises(ValueError, match="cannot be used"):
-        stub_server(url, model_name="stub")._call("/garbage", None)
+        stub_server(url, model_name="stub")._call("/garbage", None, dict)
 
 
 def test_server_that_is_not_there_is_named(monkeypatch, caplog):
@@ -355,7 +390,7 @@ def test_an_error_whose_text_breaks_off_is_repeated_as_any_other(monkeypatch):
     server = stub_server("http://127.0.0.1:9/v1", model_name="stub")
     monkeypatch.setattr(answer_server.urllib.request, "urlopen", urlopen)
     with pytest.raises(ValueError, match=r"cannot be used \(status 502: Bad Gateway \(IncompleteRead\)\); is the"):
-        server._call("/x", {})
+        server._call("/x", {}, dict)
 
 
 def test_a_long_answer_has_the_time_that_it_takes(monkeypatch):

@@ -1,5 +1,6 @@
 """What is damaged between two runs of a distillation is noticed, and made again where that is possible."""
 
+import gc
 import json
 import shutil
 
@@ -31,14 +32,34 @@ def test_a_damaged_answer_is_written_again(target, source, tmp_path, caplog, dam
         "short": first.replace(json.dumps(tokens), json.dumps(tokens[:3])),
         "end": first.replace(f'"{finish}"', '"loop"'),
         "text": first.replace(json.dumps(tokens), '"abc"'),
-        "older": json.dumps([answer["prompt"], tokens, finish, True]),
+        "older": json.dumps([answer["prompt"], tokens, finish, True]),  # no damage
     }[damage]
     assert damaged != first
     journal.write_text("\n".join([damaged, *rest]) + "\n")
     last = Dying(loaded, options, 1000)
     distill(loaded, source, str(out), options, False, False, last)
-    assert last.asked == whole.asked - 2 and rows_of(out) == rows_of(tmp_path / "whole")
-    assert "answers that are damaged, and are written again: 1" in caplog.text
+    kept = 3 if damage == "older" else 2
+    assert last.asked == whole.asked - kept and rows_of(out) == rows_of(tmp_path / "whole")
+    assert ("answers that are damaged, and are written again: 1" in caplog.text) == (kept == 2)
+
+
+def test_a_damaged_answer_is_told_once_and_not_counted_again(target, source, tmp_path, caplog):
+    loaded, out = Target.from_pretrained(target), tmp_path / "out"
+    options = DistillOptions(labels="generate", max_new_tokens=12, batch_size=2)
+
+    def run(answers):
+        with pytest.raises(KeyboardInterrupt) as told:
+            distill(loaded, source, str(out), options, False, False, Dying(loaded, options, answers))
+        said = str(told.value)
+        del told
+        gc.collect()  # the frames of the traceback hold the folder's lock
+        return said
+
+    assert run(3).startswith("3 answers")
+    (journal,) = out.glob("*.answers.jsonl")
+    journal.write_text(journal.read_text().replace('"tokens": [', '"tokens": [1, ', 1))
+    assert run(0).startswith("2 answers") and caplog.text.count("are damaged") == 1
+    assert run(1).startswith("3 answers") and caplog.text.count("are damaged") == 1
 
 
 @pytest.mark.parametrize("damage", ["rows", "counts", "first", "empty", "byte", "list", "gone"])
