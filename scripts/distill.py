@@ -26,6 +26,7 @@ from draft_heads.data.labels.shards import check_apart
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.text.conversations import BadRow, count_by_reason
 from draft_heads.inference.answers import TargetAnswerer
+from draft_heads.inference.target.loading import target_tokenizer
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, script_parser, tell_how_targets_run
 
@@ -56,10 +57,18 @@ def run(args: dict[str, Any]) -> None:
     options.check_read()
     if not args["preview"]:
         check_apart(args["dataset"], args["output"])
-    loaded = select_conversations(args["dataset"], options)
+    tokenizer = None
+    if options.labels == "generate":
+        tokenizer = target_tokenizer(args["target"], args["chat_template"], args["target_adapter"])
+    loaded = select_conversations(args["dataset"], options, tokenizer)
     use_threads(args["threads"])
     target = Target.from_pretrained(
-        args["target"], args["dtype"], own_device(args["device"]), args["target_adapter"], args["chat_template"]
+        args["target"],
+        args["dtype"],
+        own_device(args["device"]),
+        args["target_adapter"],
+        args["chat_template"],
+        tokenizer=tokenizer,
     )
     local = options.labels == "generate" and options.engine == "local"
     answerer = TargetAnswerer.from_options(target, options) if local else None

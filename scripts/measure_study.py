@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draft_heads.data.common.files import write_text
+from draft_heads.data.common.files import read_object, write_text
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
@@ -33,6 +33,7 @@ from draft_heads.scripts.decoding_options import drafter_specs, parse_options
 from draft_heads.scripts.training_arms import Arm
 
 INTERRUPTED = 130
+ANEW = "add --overwrite to measure it again"
 PASSED_ON = ("target_adapter", "chat_template", "dtype", "device", "attention", "threads")
 
 
@@ -202,7 +203,7 @@ def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output
             limit = None if name in study.mixes else limit
             words += flags({**options, "limit": limit, "overwrite": inputs.overwrite})
             succeed(evaluate.main(words), "decoding")
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        report = read_object(folder / "report.json", ANEW, ("results", "target"))
         results += [{**row, "dtype": report["target"]["dtype"]} for row in report["results"]]
     return results
 
@@ -260,8 +261,7 @@ def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path) -> dict[
         words = ["--target", inputs.target, "--heads", *(f"{name}={folder}" for name, folder in heads.items())]
         words += ["--dataset", *inputs.dataset, "--output", str(output)]
         succeed(accuracy.main([*words, *flags({**options, "overwrite": inputs.overwrite})]), "measuring accuracy")
-    found: dict[str, list[Any]] = json.loads((output / "accuracy.json").read_text(encoding="utf-8"))
-    return found
+    return read_object(output / "accuracy.json", ANEW, tuple(heads))
 
 
 def write_study(
@@ -293,7 +293,7 @@ def write_study(
         f"{cell.run}_{cell.benchmark}" for at, cell in study.cells.items() if cell.of_report and at in measured
     )
     for folder in dict.fromkeys(decodings):
-        report = json.loads((output / folder / "report.json").read_text(encoding="utf-8"))
+        report = read_object(output / folder / "report.json", ANEW, ("carried_over", "settings"))
         notes += [note for note in carried_over.notes(report["carried_over"]) if note not in notes]
         if (plain := report["settings"]["plain_loop"]) != "vanilla":
             notes.append(f"γ of {folder} is over {plain}, the faster of its loops without drafts.")

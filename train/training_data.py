@@ -47,6 +47,12 @@ def load_data(
                 f"--dataset {folder} has {' '.join(map(str, part.target_layers)) or 'the last layer only'}; distil "
                 "with the same --target_layers, or without --hidden_states"
             )
+    if len({part.manifest.get("named_by") for part in parts}) > 1:
+        logger.warning(
+            "--dataset %s: written by versions that name questions in two ways, so one that is in several may be held "
+            "out of one and trained on in another: distil them with one version",
+            " ".join(run.dataset),
+        )
     dataset = datasets.concatenate_datasets([part.dataset for part in parts])
     if len(dataset) <= run.held_out:
         raise ValueError(

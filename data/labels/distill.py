@@ -27,9 +27,9 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller, Row
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labels.labeller import Labeller
+from draft_heads.data.labels.questions import QuestionNames
 from draft_heads.data.labels.shards import ShardFolder, check_apart
 from draft_heads.data.text.conversations import (
     BadRow,
@@ -86,9 +87,7 @@ def distill(
     Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
     distiller = Distiller(target, options, answerer)
-    loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
-    if options.labels == "generate":
-        loaded = _without_repeats(distiller, loaded)
+    loaded = source if isinstance(source, Conversations) else select_conversations(source, options, target.tokenizer)
     processes = Processes.from_environment()
     header = _header(distiller, loaded)
     check_apart(header["data"]["source"], output)
@@ -107,6 +106,7 @@ def distill(
             folder.begin()
     processes.check_shared(Path(output), "output")
     folder = folder or ShardFolder.join(output)
+    distiller.named_by = folder.manifest.get("named_by")
     own = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
     shards = [loaded.dataset.select(rows) for rows in own]
     sizes = [sum(map(distiller.count_units, shard)) for shard in shards]
@@ -193,27 +193,23 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
         )
 
 
-def select_conversations(source: str, options: DistillOptions) -> Conversations:
+def select_conversations(
+    source: str, options: DistillOptions, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Conversations:
     """The conversations `options` ask for: repeated questions left out (`generate`), shuffled, limited.
 
+    tokenizer: the target's, with the chat template in use, which may make one question of several rows (`generate`)
     No row after the last of `options.limit` is read, unless rows are shuffled first.
     """
     shuffled, generate = options.shuffle_seed is not None, options.labels == "generate"
-    first = None if shuffled else options.limit
-    loaded = read_conversations(source, options.split, options.skip_bad_rows, first, generate, options.dataset_config)
+    first, asked = None if shuffled else options.limit, None
+    if generate:
+        asked = attrgetter("key") if tokenizer is None else QuestionNames(tokenizer).all_asked
+    loaded = read_conversations(source, options.split, options.skip_bad_rows, first, asked, options.dataset_config)
     if shuffled:
         loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
         loaded.dataset = loaded.dataset.select(range(min(options.limit or len(loaded.dataset), len(loaded.dataset))))
     return loaded
-
-
-def _without_repeats(distiller: Distiller, loaded: Conversations) -> Conversations:
-    """The conversations without those that are, to the chat template, what an earlier one asks; they are counted."""
-    found: dict[Any, int] = {}
-    for number, conversation in enumerate(map(conversation_of, loaded.dataset)):
-        found.setdefault((distiller.questions(conversation), conversation.untrained), number)
-    repeated = len(loaded.dataset) - len(found)
-    return replace(loaded, dataset=loaded.dataset.select(found.values()), repeated=loaded.repeated + repeated)
 
 
 def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datasets.Dataset, first: int) -> None:

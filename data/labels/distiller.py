@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,9 @@ from draft_heads.data.labels.answers import Answer, Answerer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
 from draft_heads.data.labels.labeller import Labelled, Labeller, checked_ids
-from draft_heads.data.text.chat_template import tell_of_the_date, without_date
-from draft_heads.data.text.conversations import Conversation, conversation_of
+from draft_heads.data.labels.questions import NAMED_BY, QuestionNames, with_answer
+from draft_heads.data.text.chat_template import tell_of_the_date
+from draft_heads.data.text.conversations import conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Row:
     number: int
     place: str
     id: str
-    conversation: str  # `Distiller.opening`
+    conversation: str  # `QuestionNames.opening`
     messages: Messages
     extra: dict[str, Any]
     ids: list[int] = field(default_factory=list)
@@ -76,7 +76,8 @@ class Distiller:
         self.target = target
         self.options = options
         self.renderer = ChatRenderer(target.tokenizer, target.end_token_ids)
-        self._undated = ChatRenderer(without_date(target.tokenizer), target.end_token_ids)
+        self._names = QuestionNames(target.tokenizer)
+        self.named_by: str | None = NAMED_BY  # as the manifest says it of all rows
         tell_of_the_date(
             target.tokenizer,
             "rows written on another day have another one, and answers that an interrupted run kept are then written "
@@ -104,27 +105,6 @@ class Distiller:
     def count_units(self, record: dict[str, Any]) -> int:
         """The units of work, named by `unit`, of a conversation that is answered to its end."""
         return sum(turn["role"] == "user" for turn in record["messages"]) if self.unit == "answers" else 1
-
-    def opening(self, conversation: Conversation) -> str:
-        """Names conversations by the prompt for their first answer, of `Conversation.first_asked`."""
-        return self._name(conversation.first_asked, conversation.extra) or conversation.opening
-
-    def questions(self, conversation: Conversation) -> str:
-        """Names conversations by the prompt for their last answer: the target answers those of one name alike."""
-        messages, extra = conversation
-        last = max((number for number, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
-        return self._name(_with_answer(messages[: last + 1], "a"), extra) or conversation.key
-
-    def _name(self, messages: Messages, extra: dict[str, Any]) -> str:
-        """A digest of the prompt for these turns, with the form of a date in place of today's; "" where there is none.
-
-        So rows that the chat template makes one prompt have one name, as those with and without an empty system turn.
-        """
-        try:
-            text = self._undated.text(messages, add_generation_prompt=True, extra=extra)
-        except ConversationError:
-            return ""
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def rows(self, conversations: datasets.Dataset, first: int = 0, journal: Path | None = None) -> Iterator[Row]:
         """Rendered or generated rows, skipped ones included, as they end; numbered from `first`.
@@ -209,7 +189,7 @@ class Distiller:
     def _closes(self) -> bool:
         """Whether the template closes an answer with one of the target's ends, or begins the next turn with it."""
         try:
-            answered = self.renderer.prompt(_SAMPLE[:1]) + self.target.tokenizer.encode("Hi", add_special_tokens=False)
+            answered = self.renderer.prompt(_SAMPLE[:1]) + self.renderer.answer_after(_SAMPLE[:1], "Hi")
             return any(self._goes_on([*answered, end], _SAMPLE) for end in self.target.end_token_ids)
         except ConversationError:  # it refuses the sample
             return False
@@ -219,7 +199,7 @@ class Distiller:
 
         A row goes on while the next prompt begins with the prompt and the answer before it; short answers show that.
         """
-        messages = _with_answer(row.messages, "a")
+        messages = with_answer(row.messages, "a")
         texts = [self.renderer.text(messages[: turn + 1], True, row.extra) for turn in row.pending]
         for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
             goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
@@ -232,7 +212,8 @@ class Distiller:
     def _new_row(self, number: int, record: dict[str, Any]) -> Row:
         conversation = conversation_of(record)
         messages, extra = conversation
-        row = Row(number, record["place"], record["id"], self.opening(conversation), messages, extra)
+        name = self._names.opening(conversation) if self.named_by == NAMED_BY else conversation.opening
+        row = Row(number, record["place"], record["id"], name, messages, extra)
         try:
             generate, skip = self.options.labels == "generate", self.options.skip_bad_rows
             messages, row.trimmed = self.renderer.sound_part(messages, skip, generate, extra)
@@ -246,7 +227,7 @@ class Distiller:
                 checked_ids(self.target, row.ids, "the conversation")
             else:
                 row.pending = [i for i, turn in enumerate(messages) if turn["role"] == "user"]
-                self.renderer.check_read(_with_answer(messages, "a"), extra)
+                self.renderer.check_read(with_answer(messages, "a"), extra)
         except ConversationError as error:
             self._reject(row, error)
         return row
@@ -279,7 +260,7 @@ class Distiller:
             prompt = self.renderer.prompt(messages, row.extra) if kept is None else kept
             checked_ids(self.target, prompt, "the conversation")
         except ConversationError as error:
-            if row.ids and self._asks(_with_answer(messages, "a"), row.extra):
+            if row.ids and self._asks(with_answer(messages, "a"), row.extra):
                 logger.warning("%s (id %s): no question follows an answer of the target: %s", row.place, row.id, error)
                 self.unasked += 1 + len(row.pending)
                 row.pending = []
@@ -356,8 +337,3 @@ class Distiller:
 _SAMPLE: Messages = [
     {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Hi"), ("user", "Bye"))
 ]
-
-
-def _with_answer(messages: Messages, text: str) -> Messages:
-    """The messages with the same answer to all questions, which stands for those that the target will write."""
-    return [{"role": "assistant", "content": text} if turn["role"] == "assistant" else turn for turn in messages]

@@ -42,6 +42,7 @@ from draft_heads.data.common.files import (
 from draft_heads.data.common.processes import TOKEN, Processes
 from draft_heads.data.fingerprint import compared
 from draft_heads.data.labels.answer_journal import count_answers
+from draft_heads.data.labels.questions import NAMED_BY
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class ShardFolder:
         own = _OWN_FILES if _is_manifest(folder / MANIFEST) else _BEFORE_SHARDS
         if foreign := sorted(path.name for path in there if not own.fullmatch(path.name)):
             raise ValueError(f"output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
-        fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
+        fresh = {"format_version": FORMAT_VERSION, **header, "named_by": NAMED_BY}
+        fresh |= {"shards": [], "counts": {}, "complete": False}
         opened = cls(folder, fresh)
         opened._lock = lock_folder(folder, "output")
         if not goes_on:

@@ -131,13 +131,13 @@ def read_conversations(
     split: str = "train",
     skip_bad_rows: bool = False,
     limit: int | None = None,
-    generate: bool = False,
+    asked: Callable[[Conversation], str] | None = None,
     config: str | None = None,
 ) -> Conversations:
     """Read `source` up to the `limit`th sound row; ConversationError at the first bad row unless `skip_bad_rows`.
 
-    generate: the target will write the answers, so rows need none, and those that ask what an earlier row asks are
-    left out and counted
+    asked: names what is asked in a conversation, where the target will write the answers: rows need none, and those
+    that ask what an earlier row asks are left out and counted
     config: of a dataset that has several configurations, the one to read; a file has neither them nor splits
     """
     for name, value in (("split", None if split == "train" else split), ("dataset_config", config)):
@@ -145,10 +145,10 @@ def read_conversations(
             raise ValueError(f"{name} names a part of a dataset, and {source} is a file; got {value!r}; leave it out")
     kept: list[tuple[str, str, Conversation]] = []
     bad_rows: list[BadRow] = []
-    seen: set[tuple[str, tuple[int, ...]]] = set()
+    seen: set[tuple[str, tuple[int, ...]]] = set()  # what is asked, and which answers are not to be trained on
     repeated, unread, notes = 0, Counter[str](), Counter[str]()
     for place, record in read_rows(source, split, config, option="--dataset"):
-        row_id, conversation, faults = _sound_part(place, record, generate)
+        row_id, conversation, faults = _sound_part(place, record, asked is not None)
         if faults and not skip_bad_rows:
             raise ConversationError(
                 f"{source}, {faults[0]}; repair the row, or set skip_bad_rows to keep the sound turns of such rows "
@@ -158,13 +158,12 @@ def read_conversations(
         if not conversation.messages:
             continue
         notes.update(notes_of(record))
-        if generate:
+        if asked is not None:
             unread.update(key for key in sorted(ANSWERS & record.keys()) if record[key])
-            asked = conversation.key, conversation.untrained
-            if asked in seen:
+            if (same := (asked(conversation), conversation.untrained)) in seen:
                 repeated += 1
                 continue
-            seen.add(asked)
+            seen.add(same)
         kept.append((row_id, place, conversation))
         if len(kept) == limit:
             break

@@ -84,6 +84,8 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
     """
 
     def repeats(key: str, value: Any) -> bool:
+        if isinstance(value, list):
+            return _is_part_of(turns, value)
         return _repeats(key, value, [_text_or_none(turn) for turn in turns], _systems_of(row))
 
     extra: dict[str, Any] = {}
@@ -105,9 +107,9 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
                 raise ConversationError(f"a row's {key!r} is 1 or true, received {value!r}: weights are those of turns")
         elif key in COPIES or holds_text(key, value):
             if not repeats(key, value):
-                raise ConversationError(
-                    f"the key {key!r} holds text that no turn has: write it into the turns, or take the key out"
-                )
+                listed = isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
+                what = "turns that are not the row's first or last" if listed else "text that no turn has"
+                raise ConversationError(f"the key {key!r} holds {what}: write it into the turns, or take the key out")
         elif asks_nothing(key, value):
             continue
         elif (named := _not_read(key, value, repeats)) or (key == "turns" and isinstance(value, list)):
@@ -239,13 +241,9 @@ def _is_label(key: str, value: Any, row: Mapping[str, Any]) -> bool:
 
 def _repeats(key: str, value: Any, texts: Sequence[str | None], systems: Sequence[str] = ()) -> bool:
     """Whether a text is one of `texts`, those of turns, or all of them in their order; white space does not count.
-
-    A list repeats them where its turns have the first of them.
     The rendering of a template may begin with one of the system texts. Example, of the turns `Hi` and `Salut`:
     `<|user|>Hi<|assistant|>Salut</s>` repeats them as `text`, `Rhyme. Hi Salut` does not.
     """
-    if isinstance(value, list):
-        return [_text_or_none(turn) for turn in value] == [*texts][: len(value)]
     if not isinstance(value, str):
         return False
     value, known = _one_line(value), [_one_line(text) for text in texts if text is not None]
@@ -253,6 +251,15 @@ def _repeats(key: str, value: Any, texts: Sequence[str | None], systems: Sequenc
         return True
     openings = [[], *([_one_line(system)] for system in systems)]
     return key in RENDERINGS and bool(known) and any(_is_rendering(value, [*first, *known]) for first in openings)
+
+
+def _is_part_of(turns: Sequence[Any], part: Sequence[Any]) -> bool:
+    """Whether a list holds the first of the turns, or the last, in whatever form: all that is read of them."""
+    try:
+        known, own = ([message_of(turn) for turn in some] for some in (turns, part))
+    except ConversationError:
+        return False
+    return own in (known[: len(own)], known[-len(own) :])
 
 
 def _is_rendering(value: str, texts: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from draft_heads.configs.options import dtype_from_name, explain_out_of_memory
 from draft_heads.data.common.pretrained import load_config
@@ -205,6 +206,7 @@ class Target:
         split: bool = False,
         lend_to: torch.device | None = None,
         drafts: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Target:
         """Load a local folder or hub id; ValueError for what cannot be a target.
 
@@ -215,6 +217,7 @@ class Target:
         split          the weights are split among the processes of the run (`inference.target.sharded`)
         lend_to        only embedding and LM head go to this device; the rest is not run and stays in its files
         drafts         it drafts for another target by its logits alone: its generation settings are ignored
+        tokenizer      what `target_tokenizer` has loaded already
         """
         if not isinstance(dtype, torch.dtype):
             dtype = dtype_from_name("--dtype", dtype)
@@ -224,7 +227,7 @@ class Target:
         config = load_config(path)
         check_decoder_only(config, path)
         check_file(path)
-        tokenizer = target_tokenizer(path, chat_template, adapter)
+        tokenizer = tokenizer or target_tokenizer(path, chat_template, adapter)
         model, hashes = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
         if lend_to:

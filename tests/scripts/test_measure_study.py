@@ -159,7 +159,7 @@ def test_accuracy_is_measured_on_rows_that_are_there(tmp_path, monkeypatch, rows
 
     def accuracy(words):
         commands.append(words)
-        (tmp_path / "out" / "accuracy.json").write_text("{}")
+        (tmp_path / "out" / "accuracy.json").write_text('{"medusa": []}')
         return 0
 
     monkeypatch.setattr(measure_study.accuracy, "main", accuracy)
@@ -169,5 +169,9 @@ def test_accuracy_is_measured_on_rows_that_are_there(tmp_path, monkeypatch, rows
     monkeypatch.setattr(measure_study, "content_of", str)
     (tmp_path / "out").mkdir()
     inputs = measure_study.Inputs("t", {}, {}, None, {}, dataset=["d", "e"])
-    measure_study.accuracies({"medusa": tmp_path}, inputs, tmp_path / "out")
+    assert measure_study.accuracies({"medusa": tmp_path}, inputs, tmp_path / "out") == {"medusa": []}
     assert commands[0][commands[0].index("--rows") + 1] == str(asked)
+    for damaged in ("", "{}", "[]"):
+        (tmp_path / "out" / "accuracy.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"accuracy\.json is damaged .*; add --overwrite to measure it again"):
+            measure_study.accuracies({"medusa": tmp_path}, inputs, tmp_path / "out")

@@ -3,6 +3,7 @@
 import gzip
 import json
 from datetime import datetime
+from operator import attrgetter
 
 import datasets
 import pytest
@@ -149,7 +150,7 @@ def test_limit_reads_no_further_than_it_needs(tmp_path):
     repeated = {"id": "again", "messages": MESSAGES}
     file = write_lines(tmp_path / "rows.jsonl", [GOOD, repeated, turns("user", "gpt"), "{"])
     assert read_conversations(file, limit=3).dataset["id"] == ["a", "again", "row-3"]
-    loaded = read_conversations(file, limit=2, generate=True)
+    loaded = read_conversations(file, limit=2, asked=attrgetter("key"))
     assert (loaded.dataset["id"], loaded.repeated) == (["a", "row-3"], 1)
     with pytest.raises(ConversationError, match="line 4"):
         read_conversations(file, limit=4)

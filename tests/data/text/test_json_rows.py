@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+from operator import attrgetter
 
 import datasets
 import pytest
@@ -304,7 +305,7 @@ def test_cells_of_csv_are_texts_as_they_are_written(tmp_path, name, between):
     cells = [["prompt", "system", "weight"], ["NA", "N/A", "1.0"], ["null", "", "1"], ["007", "None", "true"]]
     (tmp_path / name).write_text("\n".join(between.join(line) for line in cells))
     assert [row for _, row in read_rows(str(tmp_path))] == [dict(zip(cells[0], line)) for line in cells[1:]]
-    found = map(conversation_of, read_conversations(str(tmp_path), generate=True).dataset)
+    found = map(conversation_of, read_conversations(str(tmp_path), asked=attrgetter("key")).dataset)
     assert [[turn["content"] for turn in messages] for messages, _ in found] == [
         ["N/A", "NA"],
         ["null"],

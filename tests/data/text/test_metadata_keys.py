@@ -1,6 +1,7 @@
 """Which keys say nothing of the text, by the words of their names, and which repeat a turn."""
 
 import json
+from operator import attrgetter
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_answers_beside_a_prompt_are_counted_and_not_read_where_the_target_answe
     rows = [{"prompt": "a", "answer": "3"}, {"prompt": "b", "answer": "4", "ground_truth": "4"}]
     rows.append({"prompt": CHAT[:1], "completion": CHAT[1:]})
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert len(read_conversations(str(tmp_path / "a.jsonl"), generate=True).dataset) == 3
+    assert len(read_conversations(str(tmp_path / "a.jsonl"), asked=attrgetter("key")).dataset) == 3
     counted = [message.partition(": ")[2].partition(";")[0] for message in caplog.messages]
     assert counted == ["rows with 'answer': 2", "rows with 'ground_truth': 1", "rows with 'completion': 1"]
     with pytest.raises(ConversationError, match="line 1: the key 'answer' holds text that no turn has"):
@@ -164,7 +165,7 @@ def test_what_is_said_of_an_answer_in_other_words_is_refused(value):
 def test_what_is_said_of_a_recorded_answer_asks_nothing_where_the_target_writes_it_anew(tmp_path):
     rows = [{"messages": CHAT, "is_correct": False}, {"messages": [CHAT[0], CHAT[1] | {"label": False}]}]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row | {"id": n}) for n, row in enumerate(rows)))
-    assert len(read_conversations(str(tmp_path / "a.jsonl"), generate=True).dataset) == 1  # they ask the same
+    assert len(read_conversations(str(tmp_path / "a.jsonl"), asked=attrgetter("key")).dataset) == 1  # they ask the same
     with pytest.raises(ConversationError, match="line 1: the key 'is_correct' changes"):
         read_conversations(str(tmp_path / "a.jsonl"))
 

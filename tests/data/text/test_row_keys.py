@@ -1,6 +1,7 @@
 """What a row says beside the roles and texts of its turns is used, or known to mean nothing, or refused by name."""
 
 import json
+from operator import attrgetter
 
 import datasets
 import pytest
@@ -95,10 +96,9 @@ REFUSED = [
     ({"instruction": "Be brief."}, "'instruction' holds text that no turn has"),
     ({"context": "Passage: Salut is French. Question: Hi"}, "'context' holds text that no turn has"),
     ({"prompt": "You are a pirate. Always rhyme. Hi Salut"}, "'prompt' holds text that no turn has"),
-    ({"prompt": [ANSWER]}, "'prompt' holds text that no turn has"),
+    ({"prompt": [ANSWER | {"weight": 0}]}, "'prompt' holds turns that are not the row's first or last"),
     ({"text": "<|user|>Hi<|assistant|>Salut!"}, "'text' holds text that no turn has"),
     ({"text": "<|user|><image>Hi<|assistant|>Salut"}, "'text' holds text that no turn has"),
-    ({"text": "<|assistant|>Salut<|user|>Hi"}, "'text' holds text that no turn has"),
     ({"question": "User: Hi"}, "'question' holds text that no turn has"),
     ({"response": "Salut Hi"}, "'response' holds text that no turn has"),
     ({"tools": '[{"name": "add", "name": "sub"}]'}, "'tools' is JSON in which an object has a key twice .*'name'"),
@@ -218,8 +218,8 @@ def test_rows_of_published_forms_are_not_refused_for_what_they_say_of_themselves
     wildchat |= {"turn": 1, "openai_moderation": [{}], "hashed_ip": "h", "country": "US"}
     magpie = {"conversations": PAIR, "instruction": "Hi", "response": "Salut", "gen_input_configs": {"temperature": 1}}
     magpie |= {"intent": "to greet", "knowledge": "Some French.", "difficulty": "easy", "input_quality": "good"}
-    rendered = {"messages": [USER, ANSWER], "text": "<|user|>Hi<|assistant|>Salut</s>", "source": "web"}
-    rendered["prompt"] = [USER]
+    rendered = {"messages": [USER, ANSWER], "text": "<|user|>Hi<|assistant|>Salut</s>", "prompt": [USER]}
+    rendered |= {"completion": [ANSWER], "source": "web"}
     found, bad = read(tmp_path, openhermes, ultrachat, wildchat, magpie, rendered)
     assert found == [([USER, ANSWER], {})] * 5 and not bad
 
@@ -276,14 +276,14 @@ def test_rows_that_differ_only_beside_their_turns_are_no_repeats(tmp_path):
     repeats = [{"conversations": PAIR}, {"messages": [USER, ANSWER | {"reasoning_content": "Hm."}]}]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows + repeats)))
-    loaded = read_conversations(str(file), generate=True)
+    loaded = read_conversations(str(file), asked=attrgetter("key"))
     assert (len(loaded.dataset), loaded.repeated) == (6, 2)
 
 
 def test_prompts_alone_are_rows_where_the_target_answers(tmp_path):
     rows = [{"messages": [USER]}, {"prompt": "What?"}, {"prompt": [USER | {"content": "Who?"}], "id": 7}]
     rows += [{"conversations": [PAIR[0] | {"value": "Why?"}, {"from": "gpt", "value": ""}]}]
-    found, bad = read(tmp_path, *rows, generate=True)
+    found, bad = read(tmp_path, *rows, asked=attrgetter("key"))
     assert [messages[0]["content"] for messages, _ in found] == ["Hi", "What?", "Who?", "Why?"] and not bad
     with pytest.raises(ConversationError, match="row 1: the conversation has no assistant turn"):
         read(tmp_path, *rows)
@@ -293,8 +293,8 @@ def test_a_conversation_with_tools_is_answered_up_to_the_first_result(tmp_path):
     row = {"messages": [USER, ANSWER | {"tool_calls": [CALL]}, {"role": "tool", "content": "1"}, ANSWER]}
     assert len(read(tmp_path, row)[0][0][0]) == 4
     with pytest.raises(ConversationError, match=r"a tool turn: the target, which answers anew, .* \(turn 3\)"):
-        read(tmp_path, row, generate=True)
-    found, _ = read(tmp_path, row, generate=True, skip_bad_rows=True)
+        read(tmp_path, row, asked=attrgetter("key"))
+    found, _ = read(tmp_path, row, asked=attrgetter("key"), skip_bad_rows=True)
     assert [turn["role"] for turn in found[0][0]] == ["user", "assistant"]
 
 

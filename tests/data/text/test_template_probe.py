@@ -6,6 +6,7 @@ import re
 
 import datasets
 import pytest
+from tokenizers import pre_tokenizers
 
 from draft_heads.data.fingerprint import chat_template_hash
 from draft_heads.data.labels.answers import Answer
@@ -115,12 +116,15 @@ def test_a_template_that_leaves_out_old_turns_is_refused():
         render_prompt(none, CHAT[:3])
 
 
-@pytest.mark.parametrize("form", [*FORMS, "rules last"])
+@pytest.mark.parametrize("form", [*FORMS, "rules last", "blank before texts"])
 def test_generated_rows_have_at_most_the_tokens_that_were_estimated(form):
-    tokenizer = tokenizer_of("mistral" if form == "rules last" else form)
+    tokenizer = tokenizer_of({"rules last": "mistral", "blank before texts": "gemma"}.get(form, form))
     if form == "rules last":
         tokenizer.chat_template = RULES_LAST
-    answer = tokenizer("One two three four five six. 12 34 12 34", add_special_tokens=False)["input_ids"][:19]
+    elif form == "blank before texts":  # as SentencePiece puts one
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    text = "One two three four five six. 12 34 12 34"
+    answer = ChatRenderer(tokenizer).answer_after(CHAT[:1], text)[:19]
     role = tokenizer.convert_tokens_to_ids("<|user|>") if form == "roles alone" else None
     answer += [role or ChatRenderer(tokenizer).end_of_turn() or tokenizer.eos_token_id]
     options = DistillOptions(labels="generate", max_new_tokens=20, max_length=250)

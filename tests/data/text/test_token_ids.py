@@ -82,7 +82,7 @@ def test_a_row_is_used_where_the_token_lies_beyond_its_end(target):
 
 def test_answers_of_a_server_are_checked_against_the_model(target, monkeypatch):
     replies = {"/models": {"data": [{"id": "m"}]}, "/completions": {"choices": [{"token_ids": [300, 2]}]}}
-    monkeypatch.setattr(AnswerServer, "_call", lambda self, path, body, *_: replies[path])
+    monkeypatch.setattr(AnswerServer, "_call", lambda self, path, body, read, *_: read(replies[path]))
     options = DistillOptions(labels="generate", engine="openai", base_url="http://localhost")
     with pytest.raises(ValueError, match=r"returns tokens that the target has not \(of 300: \[300, 2\]"):
         list(AnswerServer(target, options)([[5]], [4]))

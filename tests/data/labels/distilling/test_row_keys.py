@@ -9,8 +9,11 @@ import pytest
 
 from draft_heads.data.collate import split_held_out
 from draft_heads.data.text.chat_template import load_chat_tokenizer
-from draft_heads.data.text.conversations import ConversationError
+from draft_heads.data.text.conversations import Conversation, ConversationError
 from draft_heads.data.text.rendering import ChatRenderer
+from draft_heads.inference.target.target import Target
+from draft_heads.train.options import RunOptions
+from draft_heads.train.training_data import load_data
 from tests.data.labels.distilling.distilled import rows_of, run_distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs
 
@@ -168,6 +171,52 @@ def test_a_key_beside_the_turns_makes_another_dataset(with_tools, tmp_path):
     assert len(set(prints)) == 3 and prints[0] == prints[3]
     plain = "".join(json.dumps([f"row-{i}", row["messages"]]) for i, row in enumerate(rows, start=1))
     assert prints[0] == hashlib.sha256(plain.encode()).hexdigest()[:16]  # as of earlier versions, whose runs go on
+
+
+def test_a_limit_counts_the_questions_that_are_left(tmp_path):
+    save_target(tmp_path / "target", extra_end=138)
+    byte_tokenizer(TRIMS).save_pretrained(tmp_path / "target")
+    texts = [text for number in range(6) for text in (f"Number {number}?", f" Number {number}? ")]
+    rows = write(tmp_path / "a.jsonl", [talk(text) for text in texts])
+    for name, options in (("plain", {}), ("shuffled", {"shuffle_seed": 1})):
+        manifest = run_distill(
+            str(tmp_path / "target"),
+            rows,
+            str(tmp_path / name),
+            labels="generate",
+            limit=4,
+            max_new_tokens=4,
+            **options,
+        )
+        assert manifest["data"]["rows"] == 4
+        assert len({row["id"] for row in rows_of(tmp_path / name)}) == 4
+
+
+def test_folders_that_name_questions_in_two_ways_are_told(target, tmp_path, caplog):
+    rows = write(tmp_path / "a.jsonl", [talk(f"Number {number}?", said("x")) for number in range(4)])
+    for name in ("new", "old"):
+        run_distill(target, rows, str(tmp_path / name))
+    manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
+    assert manifest.pop("named_by") == "prompt"
+    run = RunOptions(target=target, dataset=[str(tmp_path / "new")], held_out=1)
+    load_data(run, Target.from_pretrained(target))
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps(manifest))
+    assert "two ways" not in caplog.text
+    run = RunOptions(target=target, dataset=[str(tmp_path / "new"), str(tmp_path / "old")], held_out=1)
+    load_data(run, Target.from_pretrained(target))
+    assert "written by versions that name questions in two ways" in caplog.text
+
+
+def test_a_folder_that_an_older_version_began_goes_on_with_its_names(target, tmp_path):
+    rows = [talk(f"Number {number}?", said("x")) for number in range(4)]
+    file, out = write(tmp_path / "a.jsonl", rows), tmp_path / "out"
+    run_distill(target, file, str(out), shard_rows=2)
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest.pop("named_by")
+    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": manifest["shards"][:1], "complete": False}))
+    run_distill(target, file, str(out), shard_rows=2)
+    asked = [Conversation([{"role": "user", "content": f"Number {number}?"}], {}).opening for number in (2, 3)]
+    assert [row["conversation"] for row in rows_of(out)][2:] == asked
 
 
 SYSTEM_SHOWN = "{% for m in messages if m.content | trim %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>"
