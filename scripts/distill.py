@@ -26,7 +26,7 @@ from draft_heads.data.labels.shards import check_apart
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.text.conversations import BadRow, count_by_reason
 from draft_heads.inference.answers import TargetAnswerer
-from draft_heads.inference.target.loading import target_tokenizer
+from draft_heads.inference.target.loading import target_config, target_tokenizer
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, script_parser, tell_how_targets_run
 
@@ -59,6 +59,7 @@ def run(args: dict[str, Any]) -> None:
         check_apart(args["dataset"], args["output"])
     tokenizer = None
     if options.labels == "generate":
+        target_config(args["target"])
         tokenizer = target_tokenizer(args["target"], args["chat_template"], args["target_adapter"])
     loaded = select_conversations(args["dataset"], options, tokenizer)
     use_threads(args["threads"])

@@ -86,5 +86,9 @@ def _line(kept: _Kept) -> str:
 def _parse(line: bytes) -> _Kept | None:
     """None for a line that is damaged: its answer is written again. Those of older versions are lists."""
     with suppress(ValueError, TypeError):
-        return _Kept(*json.loads(line)) if line.startswith(b"[") else _Kept(**unsealed(line))
+        if not line.startswith(b"["):
+            return _Kept(**unsealed(line))
+        kept = _Kept(*json.loads(line))
+        if isinstance(kept.prompt, str) and all(type(token) is int for token in kept.tokens):
+            return kept
     return None

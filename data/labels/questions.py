@@ -19,7 +19,7 @@ class QuestionNames:
     """Names of a chat template's prompts.
 
     Rows that the template makes one prompt have one name, as those with and without an empty system turn. A date that
-    it writes counts as its form, as `%d %b`. A conversation that it refuses has the name of its turns.
+    it writes counts as its form, as `%d %b`. A conversation that has no prompt has the name of its turns.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -36,8 +36,9 @@ class QuestionNames:
         return self._name(with_answer(messages[: last + 1], "a"), extra) or conversation.key
 
     def _name(self, messages: Messages, extra: dict[str, Any]) -> str:
-        """A digest of the prompt for these turns; "" where the template refuses them."""
+        """A digest of the prompt for these turns; "" where there is none, which their control tokens do, too."""
         try:
+            self._renderer.check_texts(messages, answers=False, extra=extra)
             text = self._renderer.text(messages, add_generation_prompt=True, extra=extra)
         except ConversationError:
             return ""

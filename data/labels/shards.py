@@ -51,7 +51,7 @@ MANIFEST = "manifest.json"
 _BEFORE_SHARDS = re.compile(rf"\.{re.escape(MANIFEST)}\.partial|{re.escape(LOCK)}|{re.escape(TOKEN)}.*")
 _OWN_FILES = re.compile(
     rf"{re.escape(MANIFEST)}|{_BEFORE_SHARDS.pattern}"
-    r"|\.?shard-\d{5,}(\.[0-9a-f]{32})?\.(arrow|arrow\.tmp|json|json\.partial|answers\.jsonl)"  # the last: `_JOURNAL`
+    r"|\.?shard-\d{5,}(\.[0-9a-f]{32})?\.(arrow|arrow\.tmp|json|json\.partial|answers\.jsonl|answers\.jsonl\.partial)"
 )
 """What a distillation has in its folder; those before shards also where a kill has left no manifest."""
 _JOURNAL = ".answers.jsonl"

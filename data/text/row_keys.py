@@ -255,11 +255,11 @@ def _repeats(key: str, value: Any, texts: Sequence[str | None], systems: Sequenc
 
 def _is_part_of(turns: Sequence[Any], part: Sequence[Any]) -> bool:
     """Whether a list holds the first of the turns, or the last, in whatever form: all that is read of them."""
-    try:
-        known, own = ([message_of(turn) for turn in some] for some in (turns, part))
-    except ConversationError:
-        return False
-    return own in (known[: len(own)], known[-len(own) :])
+    for known in (turns[: len(part)], turns[-len(part) :]):
+        with suppress(ConversationError):
+            if [message_of(turn) for turn in part] == [message_of(turn) for turn in known]:
+                return True
+    return False
 
 
 def _is_rendering(value: str, texts: Sequence[str]) -> bool:

@@ -20,10 +20,12 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from draft_heads.configs.options import out_of_memory
-from draft_heads.data.common.pretrained import MAY_BE_MISSING, check_folder_or_hub_id, model_class
+from draft_heads.data.common.pretrained import MAY_BE_MISSING, check_folder_or_hub_id, load_config, model_class
 from draft_heads.data.fingerprint import adapter_scaling, weights_hashes
+from draft_heads.data.generation_config import check_file
 from draft_heads.data.text.chat_template import load_tokenizer, template_source
 from draft_heads.inference.target import sharded
+from draft_heads.inference.target.architecture import check_decoder_only
 from draft_heads.inference.target.library_names import caps_scores
 
 logger = logging.getLogger(__name__)
@@ -147,6 +149,14 @@ def check_complete(path: str, model: nn.Module, info: dict[str, Any]) -> None:
 def _some(names: Sequence[str]) -> str:
     """The first three, and how many more there are."""
     return ", ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
+
+
+def target_config(path: str) -> Any:
+    """The config of a target's folder or hub id; ValueError for what cannot be one."""
+    config = load_config(path)
+    check_decoder_only(config, path)
+    check_file(path)
+    return config
 
 
 def target_tokenizer(path: str, chat_template: str | None, adapter: str | None) -> PreTrainedTokenizerBase:

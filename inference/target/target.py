@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.configs.options import dtype_from_name, explain_out_of_memory
-from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
-from draft_heads.data.generation_config import check_file, check_settings, configured_ends
+from draft_heads.data.generation_config import check_settings, configured_ends
 from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids
 from draft_heads.data.text.thoughts import opens_thought
 from draft_heads.inference.target import labels, sharded, views
@@ -28,7 +27,7 @@ from draft_heads.inference.target.architecture import Architecture, check_decode
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import half_precision_product
-from draft_heads.inference.target.loading import LESS_MEMORY, load_model, target_tokenizer
+from draft_heads.inference.target.loading import LESS_MEMORY, load_model, target_config, target_tokenizer
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
@@ -224,9 +223,7 @@ class Target:
         spread = device == "auto" and lend_to is None
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = lend_to or torch.device(default if not device or device == "auto" else device)
-        config = load_config(path)
-        check_decoder_only(config, path)
-        check_file(path)
+        config = target_config(path)
         tokenizer = tokenizer or target_tokenizer(path, chat_template, adapter)
         model, hashes = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)

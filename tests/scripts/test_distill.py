@@ -104,6 +104,7 @@ def test_preview_shows_signs_that_a_terminal_would_follow_or_drop():
         (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
         (["--target", "nowhere", "--dataset", "chat.csv"], "received the .csv file chat.csv; write its rows as JSONL"),
         (["--target", "nowhere", "--dataset", "no.json.gz"], "no.json.gz does not exist"),  # before the target loads
+        (["--target", "./nowhere", "--labels", "generate"], "./nowhere does not exist; give an existing folder"),
         (["--split", "test"], "split names a part of a dataset"),
         (["--dataset_config", "all"], "dataset_config names a part of a dataset"),
         (["--hidden_states", "int8"], "--hidden_states must be one of target, "),

@@ -146,6 +146,15 @@ def test_questions_that_a_template_or_tokenizer_may_make_one_are_held_out_togeth
     assert inner.opening != rows[0].opening
 
 
+def test_first_turns_beside_turns_of_which_a_later_one_is_bad_are_a_copy(tmp_path):
+    asked, critic = {"role": "user", "content": "More?"}, {"role": "critic", "content": "x"}
+    row = {"prompt": MESSAGES[:1], "messages": [*MESSAGES, asked, {"role": "assistant", "content": "No."}, critic]}
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
+    loaded = read_conversations(str(tmp_path / "rows.json"), skip_bad_rows=True)
+    assert [len(messages) for messages in loaded.dataset["messages"]] == [4]
+    assert [bad.reason.split(" is none")[0] for bad in loaded.bad_rows] == ["the role 'critic'"]
+
+
 def test_limit_reads_no_further_than_it_needs(tmp_path):
     repeated = {"id": "again", "messages": MESSAGES}
     file = write_lines(tmp_path / "rows.jsonl", [GOOD, repeated, turns("user", "gpt"), "{"])

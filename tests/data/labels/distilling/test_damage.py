@@ -15,7 +15,7 @@ from tests.data.labels.distilling.distilled import rows_of
 from tests.data.labels.distilling.test_survival import Dying
 
 
-@pytest.mark.parametrize("damage", ["token", "short", "end", "text", "older"])
+@pytest.mark.parametrize("damage", ["token", "short", "end", "text", "damaged and older", "older"])
 def test_a_damaged_answer_is_written_again(target, source, tmp_path, caplog, damage):
     loaded, out = Target.from_pretrained(target), tmp_path / "out"
     options = DistillOptions(labels="generate", max_new_tokens=12, batch_size=2)
@@ -32,6 +32,7 @@ def test_a_damaged_answer_is_written_again(target, source, tmp_path, caplog, dam
         "short": first.replace(json.dumps(tokens), json.dumps(tokens[:3])),
         "end": first.replace(f'"{finish}"', '"loop"'),
         "text": first.replace(json.dumps(tokens), '"abc"'),
+        "damaged and older": json.dumps([answer["prompt"], "abc", finish, True]),
         "older": json.dumps([answer["prompt"], tokens, finish, True]),  # no damage
     }[damage]
     assert damaged != first
@@ -60,6 +61,9 @@ def test_a_damaged_answer_is_told_once_and_not_counted_again(target, source, tmp
     journal.write_text(journal.read_text().replace('"tokens": [', '"tokens": [1, ', 1))
     assert run(0).startswith("2 answers") and caplog.text.count("are damaged") == 1
     assert run(1).startswith("3 answers") and caplog.text.count("are damaged") == 1
+    (out / f".{journal.name}.partial").touch()  # as a kill leaves it
+    distill(loaded, source, str(out), options, True, False, Dying(loaded, options, 1000))
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "shard-00000.arrow"]
 
 
 @pytest.mark.parametrize("damage", ["rows", "counts", "first", "empty", "byte", "list", "gone"])
