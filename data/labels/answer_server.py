@@ -170,9 +170,11 @@ class AnswerServer:
 
 def _models(reply: Any) -> list[dict[str, Any]]:
     """The models that a reply lists; ValueError for another form."""
-    models = reply.get("data") if isinstance(reply, dict) else None
-    if not isinstance(models, list) or not all(isinstance(model, dict) and "id" in model for model in models):
-        raise ValueError(f"a list of models has 'data' with an 'id' each; received {json.dumps(reply)[:300]}")
+    models = (reply.get("data") or []) if isinstance(reply, dict) else None
+    if not isinstance(models, list) or (models and not (isinstance(models[0], dict) and "id" in models[0])):
+        raise ValueError(
+            f"a list of models has 'data' with an 'id' each; received {json.dumps(reply)[:300]}; or pass model_name"
+        )
     return models
 
 

@@ -77,7 +77,8 @@ def distill(
 ) -> dict[str, Any]:
     """Label the conversations of `source` with `target` into `output`; returns the finished manifest.
 
-    source: a file, dataset folder or hub id, or what `select_conversations` read of one with these `options`.
+    source: a file, dataset folder or hub id, or what `select_conversations` read of one with these `options` and
+        the target's tokenizer.
     answerer: writes the answers of `labels="generate"` (`inference.answers.TargetAnswerer`); None: the server of
         `options`.
     A run that was killed continues where it was when it is called again with the same arguments: finished shards are
@@ -194,11 +195,12 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
 
 
 def select_conversations(
-    source: str, options: DistillOptions, tokenizer: PreTrainedTokenizerBase | None = None
+    source: str, options: DistillOptions, tokenizer: PreTrainedTokenizerBase | None
 ) -> Conversations:
     """The conversations `options` ask for: repeated questions left out (`generate`), shuffled, limited.
 
-    tokenizer: the target's, with the chat template in use, which may make one question of several rows (`generate`)
+    tokenizer: the target's, with the chat template in use, which may make one question of several rows; None: only rows
+        that ask the same word for word are one
     No row after the last of `options.limit` is read, unless rows are shuffled first.
     """
     shuffled, generate = options.shuffle_seed is not None, options.labels == "generate"

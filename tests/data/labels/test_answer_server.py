@@ -190,13 +190,14 @@ def test_an_answer_is_no_longer_than_was_asked_for(reason, tokens, kept):
     assert (answer.tokens, answer.finish) == kept
 
 
-@pytest.mark.parametrize("reply", [{"data": ["a"]}, {"data": [{"name": "a"}]}, {"data": {"id": "a"}}, [], {}])
+@pytest.mark.parametrize("reply", [{"data": ["a"]}, {"data": [{"name": "a"}]}, {"data": {"id": "a"}}, []])
 def test_models_of_another_form_end_in_a_sentence(monkeypatch, reply):
     monkeypatch.setattr(answer_server, "_PAUSES", ())
     with serving(lambda request: {}, reply) as url, pytest.raises(ValueError, match="a list of models has 'data'"):
         stub_server(url)
-    with serving(lambda request: {}, {"data": []}) as url, pytest.raises(ValueError, match="serves no model"):
-        stub_server(url)
+    for none in ({"data": []}, {"data": None}, {}):
+        with serving(lambda request: {}, none) as url, pytest.raises(ValueError, match="serves no model"):
+            stub_server(url)
 
 
 def test_a_server_of_another_model_is_told(folder, tmp_path, caplog):
