@@ -269,7 +269,8 @@ class Stopper:
 
     def _has_stop_string(self, tokens: list[int]) -> bool:
         stops = self.settings.stop_strings
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False) if stops else ""
+        whole = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}  # the text that an answer has
+        text = self.tokenizer.decode(tokens, **whole) if stops else ""
         return any(stop in text for stop in stops)
 
 

@@ -124,23 +124,31 @@ def placed(rows: list[dict]) -> list[Placed]:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, rows: list[Placed], options: argparse.Namespace) -> list[Row]:
-    """Token ids and assistant marks of every conversation; what lies beyond --max_length is cut.
+    """Token ids and assistant marks of every conversation; what lies beyond --max_length is cut, and a line counts
+    those whose answers do.
 
     ConversationError for one that the chat template refuses, or that holds a control token, unless --skip_bad_rows.
     """
-    renderer, found, bad_rows = ChatRenderer(tokenizer), [], []
+    renderer, found, bad_rows, beyond = ChatRenderer(tokenizer), [], [], 0
     source = options.dataset or "the corpus"
     for place, row in rows:
         made, bad = render_row(renderer, row, source, place, options.skip_bad_rows, renderer.conversation)
         bad_rows += bad
         ids, mask = made or ([], [])
+        beyond += bool(ids) and not any(mask[1 : options.max_length])
         if any(mask[1 : options.max_length]):
             found.append((ids[: options.max_length], mask[: options.max_length]))
+    if beyond and found:
+        print(f"{source}: {beyond:,} conversations have no answer within --max_length; left out", file=sys.stderr)
     for line in count_by_reason(bad_rows):
         print(f"{options.dataset}: {line}", file=sys.stderr)
     if not found:
         reason = f"the first bad row is {bad_rows[0]}" if bad_rows else "raise it"
-        raise ConversationError(f"no answer starts within --max_length {options.max_length} tokens; {reason}")
+        raise ConversationError(
+            f"none of {len(rows):,} conversations, which begin with {rows[0][0]} and are trained on or measured "
+            f"together, has an answer within --max_length {options.max_length} tokens; {reason}; every 50th first "
+            "question is measured on, so another order of the rows may help"
+        )
     return found
 
 
@@ -155,7 +163,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
     marks = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(
         "llama",
-        vocab_size=len(tokenizer),
+        vocab_size=1 + max(tokenizer.get_vocab().values()),  # some tokenizers have holes
         hidden_size=options.hidden,
         intermediate_size=options.hidden * 5 // 2,
         num_hidden_layers=options.layers,

@@ -100,7 +100,7 @@ def stop_length(tokens: list[int], settings: GenerationSettings, tokenizer: Any)
         length_by_rule = None  # a later token will end the answer
     if settings.stop_strings:
         for length in range(1, (len(tokens) if length_by_rule is None else length_by_rule) + 1):
-            text = tokenizer.decode(tokens[:length], skip_special_tokens=False)
+            text = tokenizer.decode(tokens[:length], skip_special_tokens=False, clean_up_tokenization_spaces=False)
             if any(stop in text for stop in settings.stop_strings):
                 return length
     return length_by_rule

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.base import VanillaDrafter
@@ -19,7 +20,7 @@ from draft_heads.inference.generation import ContextError, Generation, Generatio
 from tests.inference.models import load_target, make_prompts
 
 TOKENIZER = SimpleNamespace(
-    eos_token_id=None, chat_template=None, decode=lambda ids, skip_special_tokens: "".join(chr(200 + i) for i in ids)
+    eos_token_id=None, chat_template=None, decode=lambda ids, **options: "".join(chr(200 + i) for i in ids)
 )
 SAMPLED = [{}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 7}]
 
@@ -105,6 +106,20 @@ def test_the_end_of_an_answer():
     assert stop_length(text[:1], strings, TOKENIZER) is None
     assert stop_length(text, GenerationSettings(stop=lambda tokens: 3), None) == 3
     assert stop_length(text[:2], GenerationSettings(stop=lambda tokens: 3), None) is None
+
+
+def test_stop_strings_are_those_of_the_answers_text(target):
+    """Where the tokenizer's own decode tidies texts up: it writes `a , b` as `a, b`."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "▁a": 1, "▁,": 2, "▁b": 3}, unk_token="<unk>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tidy = {"unk_token": "<unk>", "clean_up_tokenization_spaces": True}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **tidy)
+    for stop, length in ((" ,", 2), ("a,", None)):
+        settings = GenerationSettings(8, stop_strings=(stop,))
+        assert stop_length([1, 2, 3], settings, tokenizer) == length
+        stopper, result = Stopper(settings, SimpleNamespace(tokenizer=tokenizer, end_token_ids=(0,)), 8), Generation()
+        stopper.extend(result, [1, 2, 3], [-1] * 3)
+        assert len(result.tokens) == (length or 3) and bool(result.finish_reason) == (length is not None)
 
 
 def test_a_stop_rule_that_looks_back_or_ahead_cuts_as_the_oracle_does(target, prompt):

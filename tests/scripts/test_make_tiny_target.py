@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.labels.loops import loop_start
@@ -18,7 +19,7 @@ from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts import make_tiny_target
-from draft_heads.scripts.make_tiny_target import batches, load_corpus, make, parse_options, render
+from draft_heads.scripts.make_tiny_target import batches, build_model, load_corpus, make, parse_options, render
 from draft_heads.scripts.measure_tiny_target import first_questions, greedy_answers, measure, solved
 from tests.tiny_chat import byte_tokenizer, random_llama, render_conversation, render_prompt, template
 
@@ -185,6 +186,24 @@ def test_rows_that_the_chat_template_refuses_stop_or_are_left_out_and_named(embe
     told = capsys.readouterr().err
     for outcome, place in (("dropped", "line 3"), ("trimmed", "line 4")):
         assert f"chats.jsonl: 1 row {outcome}: a control token in someone's text ({place})" in told
+
+
+def test_conversations_without_an_answer_within_the_length_are_counted(embedded, capsys):
+    ask = lambda text: Conversation([{"role": "user", "content": text}, {"role": "assistant", "content": "2"}], {})  # noqa: E731
+    rows = [("line 1", ask("why " * 200)), ("line 2", ask("Hi"))]
+    options = Namespace(dataset="chats.jsonl", skip_bad_rows=False, max_length=64)
+    assert len(render(embedded[1], rows, options)) == 1
+    assert "chats.jsonl: 1 conversations have no answer within --max_length; left out" in capsys.readouterr().err
+    with pytest.raises(ConversationError, match=r"none of 1 conversations, which begin with line 1 .* another order"):
+        render(embedded[1], rows[:1], options)
+
+
+def test_a_tokenizer_whose_ids_have_a_hole_has_a_row_for_each(embedded):
+    vocabulary = {"a": 0, "b": 1, "</s>": 7}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="</s>")
+    options = Namespace(hidden=64, layers=1, max_length=16, tokenizer="x")
+    assert len(tokenizer) == 3 and build_model(tokenizer, options).config.vocab_size == 8
 
 
 def test_answers_stay_within_the_positions_and_prompts_have_their_arguments():
