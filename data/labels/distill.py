@@ -1,23 +1,25 @@
 """Conversations → the frozen target's greedy tokens in the assistant's turns, in resumable Arrow shards.
 
-A row: `id`; `conversation`, a digest of what is asked first; `input_ids` [L]; `assistant_mask` [L], true on the tokens
-heads are trained on; `greedy_ids` [L], the target's own token at each of those given the text before it (-100
-elsewhere); when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k `target_layers`.
+A row: `id`; `conversation`, a digest of the prompt for its first answer (`questions`); `input_ids` [L];
+`assistant_mask` [L], true on the tokens heads are trained on; `greedy_ids` [L], the target's own token at each of those
+given the text before it (-100 elsewhere); when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k
+`target_layers`.
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn itself,
 greedily; after an answer that does not end, or that the template refuses, no more is asked (`unasked`). The ids it
 generates are kept as they are, and the next turn's prompt is those ids followed by what the chat template adds after
-them. Where the template rewrites
-earlier turns (it drops thoughts), the turn begins a row of the same id with the prompt as inference has it. A
-conversation with the same user turns as an earlier one would get the same answers: it is left out and counted
-(`repeated`), so that none is trained on twice, or both held out and trained on.
+them. Where that is not the prompt that inference would have, as the template rewrites earlier turns (it drops thoughts)
+or strips an answer, the turn begins a row of the same id with that prompt. A conversation with the same prompts as an
+earlier one would get the same answers: it is left out and counted (`repeated`), so that none is trained on twice, or
+both held out and trained on.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
-fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, shards [{file, rows, first_row,
-source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts {rows, tokens,
-trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops, unasked (questions after an answer that
-did not end, or without room for one), without_end (recorded answers whose last token ends none), shortened (recorded
-answers to earlier questions of which the template leaves out a part)}, complete.
+fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, named_by (what `conversation` is a digest
+of), shards [{file, rows, first_row, source_rows, skipped [{row, place, id, reason}], trimmed [the same with
+kept_turns], cut, …}], counts {rows, tokens, trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished,
+loops, unasked (questions after an answer that did not end, or without room for one), without_end (recorded answers
+whose last token ends none), shortened (recorded answers to earlier questions of which the template leaves out a
+part)}, complete.
 """
 
 from __future__ import annotations
