@@ -36,7 +36,7 @@ class QuestionNames:
         return self._name(with_answer(messages[: last + 1], "a"), extra) or conversation.key
 
     def _name(self, messages: Messages, extra: dict[str, Any]) -> str:
-        """A digest of the prompt for these turns; "" where the template refuses them or a text holds a control token."""
+        """A digest of the prompt; "" where the template refuses the turns, or a text of them holds a control token."""
         try:
             self._renderer.check_texts(messages, answers=False, extra=extra)
             text = self._renderer.text(messages, add_generation_prompt=True, extra=extra)
