@@ -235,7 +235,7 @@ def test_a_head_with_deleted_options_loads_where_they_had_their_defaults(tmp_pat
         ({"target_layers": ["a"]}, r"target_layers must be of type list\[int\]; got \['a'\]"),
         ({"hidden_size": -3}, "negative dimension"),
         *(({name: None}, f"every size of the head; it has no {name}") for name in ("rope_theta", "token_scale")),
-        (None, "must be a JSON object; got a list"),
+        (None, "is damaged .it holds a list, not an object"),
     ],
 )
 def test_a_malformed_config_gets_a_sentence_with_its_name(tmp_path, changed, told):

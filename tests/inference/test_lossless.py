@@ -53,7 +53,7 @@ def make_target(dtype=torch.float32, max_positions=64):
     )
     model = LlamaForCausalLM(config).eval().to(dtype)
     tokenizer = SimpleNamespace(
-        eos_token_id=None, chat_template=None, decode=lambda ids, skip_special_tokens: "".join(chr(97 + i) for i in ids)
+        eos_token_id=None, chat_template=None, decode=lambda ids, **options: "".join(chr(97 + i) for i in ids)
     )
     rest = {"device": "cpu", "dtype": dtype, "max_positions": max_positions, "end_token_ids": ()}
     return SimpleNamespace(model=model, tokenizer=tokenizer, **rest)

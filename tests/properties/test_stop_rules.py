@@ -20,7 +20,7 @@ LETTERS = "abcé "
 class Letters:
     """A token is a letter."""
 
-    def decode(self, tokens, skip_special_tokens=True):
+    def decode(self, tokens, **options):
         return "".join(LETTERS[token] for token in tokens)
 
 
