@@ -128,7 +128,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
     add(
         "--stop_at_loops",
         action="store_true",
-        help="end an answer at the third copy of a block, or where its copies are 12 tokens",
+        help="end an answer at the third copy of a block, or a later one, where its copies are 12 tokens",
     )
     add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")
     add("--top_k", type=int, default=0, help="sample from the k most probable tokens only; 0: all")

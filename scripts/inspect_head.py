@@ -2,8 +2,8 @@
 
     python scripts/inspect_head.py RUN/head [RUN/head …] [--target DIR]
 
-With --target, also whether it fits: every size and hash in which its target and this one differ. A head that was
-trained with an adapter fits the target with that --target_adapter.
+With --target, also whether it fits: every size and hash in which its target and this one differ, but for those of
+weights, which are not read. A head that was trained with an adapter fits the target with that --target_adapter.
 """
 
 from __future__ import annotations

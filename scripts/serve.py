@@ -3,8 +3,8 @@
     python scripts/serve.py --target Qwen/Qwen3-8B --drafter ctc=RUN/head
 
 Paths: /v1/chat/completions, /v1/completions (both also as server-sent events), /v1/models, /health, /metrics
-(Prometheus, with β and accepted lengths). Answers are the target's own, whatever drafts, up to near ties in half
-precision; requests are decoded one after another, in the order in which they come. On Ctrl-C or SIGTERM, running
+(Prometheus, with β and accepted lengths). Answers are the target's own, whatever drafts, up to near ties, which are
+rare in float32; requests are decoded one after another, in the order in which they come. On Ctrl-C or SIGTERM, running
 requests have --shutdown_seconds to finish; the rest get an error.
 """
 

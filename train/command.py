@@ -38,7 +38,7 @@ def answer_help(kind: str, arguments: list[str]) -> None:
         return
     parser = OptionParser(
         usage="%(prog)s --target TARGET --dataset OUT --output_dir RUN [flag …]",
-        epilog="" if every else "Most other TrainingArguments of transformers are flags too: --help_all lists them.",
+        epilog="" if every else "Other TrainingArguments of transformers are flags too: --help_all lists them.",
         add_help=False,
     )
     data = parser.add_argument_group("what to train on")
