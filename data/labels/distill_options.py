@@ -25,7 +25,9 @@ class DistillOptions(DatasetOptions):
         "argmax: label recorded answers; generate: let the target answer anew (argmax)",
         choices=("argmax", "generate"),
     )
-    limit: int | None = option(None, "read N conversations, and no further than the last of them; of these some may be left out", least=1)
+    limit: int | None = option(
+        None, "read N conversations, and no further than the last of them; of these some may be left out", least=1
+    )
     shuffle_seed: int | None = option(
         None, "shuffle with this seed before --limit, for which the whole file is read", least=0
     )
