@@ -104,25 +104,38 @@ def _object(text: str | bytes, keys: Collection[str] = ()) -> dict[str, Any]:
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}, not an object")
-    if missing := [key for key in keys if key not in found]:
-        raise ValueError(f"it has no {', '.join(missing)}")
+    _check_keys(found, keys)
     return found
 
 
-def read_object(path: Path, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
-    """The object in a JSON file, with these keys; ValueError, which ends with the remedy, for any other."""
+def _check_keys(found: Collection[str], keys: Collection[str]) -> None:
+    if missing := [key for key in keys if key not in found]:
+        raise ValueError(f"it has no {', '.join(missing)}")
+
+
+@contextmanager
+def _names_damage(path: Path, remedy: str) -> Iterator[None]:
+    """In this context a ValueError names the file and the remedy."""
     try:
-        return _object(path.read_bytes(), keys)
+        yield
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
 
 
+def read_object(path: Path, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
+    """The object in a JSON file, with these keys; ValueError, which ends with the remedy, for any other."""
+    with _names_damage(path, remedy):
+        return _object(path.read_bytes(), keys)
+
+
 def read_manifest(path: Path, version: int, remedy: str, keys: Collection[str] = ()) -> dict[str, Any]:
     """`read_object` of a `format_version`; ValueError, which ends with the remedy, for another one."""
-    found = read_object(path, remedy).get("format_version")
-    if found != version:
+    manifest = read_object(path, remedy)
+    if (found := manifest.get("format_version")) != version:
         raise ValueError(f"{path} must have format_version {version}; got {found!r}; {remedy}")
-    return read_object(path, remedy, keys)
+    with _names_damage(path, remedy):
+        _check_keys(manifest, keys)
+    return manifest
 
 
 def write_text(path: Path, text: str) -> None:
