@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.common.files import checksum, replacing, write_text
+from draft_heads.data.common.files import LOCK, checksum, lock_folder, replacing, write_text
 from draft_heads.data.datastore import ARRAYS, DEPTH, FORMAT_VERSION, MANIFEST, unsigned
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.labels.shards import MANIFEST as DISTILLED
@@ -59,6 +59,7 @@ def build_datastore(
     separator = np.array([vocabulary], unsigned(vocabulary))
     tokens = np.concatenate([array for part in parts for array in (part.astype(separator.dtype), separator)])
     del parts
+    lock = lock_folder(folder, "--output")
     suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
     starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=vocabulary + 1))])
     manifest = {
@@ -72,7 +73,6 @@ def build_datastore(
         "bad_rows": [asdict(bad) for bad in bad_rows],
     }
     arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as written:  # whose end renames them: who has read the old ones goes on with those
         for name, array in arrays.items():
             with written.enter_context(replacing(folder / f"{name}.npy")).open("wb") as file:
@@ -80,6 +80,8 @@ def build_datastore(
         (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
     manifest["checksums"] = {name: checksum(folder / f"{name}.npy") for name in ARRAYS}
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    (folder / LOCK).unlink(missing_ok=True)
+    lock.close()
     return manifest
 
 
@@ -96,7 +98,9 @@ def _distilled_tokens(
     progress: Progress,
 ) -> tuple[list[NDArray[Any]], int, str, list[BadRow]]:
     """Those of the rows that a target has answered or read, of how many conversations, the digest of the rows, and
-    nothing refused. A conversation whose turns the chat template rewrites has several rows, not always in a row."""
+    nothing refused. A conversation whose turns the chat template rewrites has several rows, not always in a row.
+
+    limit: of rows with cached states the conversations are those of the lowest hashes, of others the first"""
     if options != DatasetOptions():
         raise ValueError(
             "split, dataset_config and skip_bad_rows say what is read of conversations; "
@@ -112,7 +116,10 @@ def _distilled_tokens(
     rows = distilled.dataset
     names = [name for name in ("id", "conversation") if name in rows.column_names]  # older versions wrote the first
     keys = list(zip(*(rows[name] for name in names)))
-    kept = dict.fromkeys(list(dict.fromkeys(keys))[:limit])
+    order = list(dict.fromkeys(keys))
+    if distilled.hidden_dtype is not None:  # such rows are stored by length, whose first would be the shortest
+        order.sort(key=lambda key: hashlib.sha256(repr(key).encode()).digest())
+    kept = dict.fromkeys(order[:limit])
     progress("conversations", len(kept), len(kept))
     chosen = rows.select_columns(["input_ids"]).select([row for row, key in enumerate(keys) if key in kept])
     return [np.array(row["input_ids"]) for row in chosen], len(kept), distilled.content, []
@@ -140,7 +147,7 @@ def _conversation_tokens(
         messages = renderer.answered(messages, extra)
         text = renderer.checked_text(messages, extra=extra)
         renderer.check_answers(text, messages, extra)
-        shortened += renderer.shortened(messages, extra)
+        shortened += len(renderer.shortened(messages, extra))
         return text
 
     for first in range(0, len(rows), _BATCH):

@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--tokenizer", metavar="DIR|ID", help="the target's tokenizer")
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--output", type=Path, help="folder to write")
-    add("--limit", type=int, help="only the first N conversations")
+    add("--limit", type=int, help="only N conversations: the first, or some of rows with cached states")
     add_flags(parser, DatasetOptions)
     add("--overwrite", action="store_true", help="replace a datastore in --output")
     return exit_status(lambda: run(parse_with_config(parser, arguments, ("dataset", "tokenizer", "output"))))

@@ -104,7 +104,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
         "cut": "cut at max_length",
         "unfinished": "ended at max_new_tokens",
         "loops": "cut at a loop",
-        "unasked": "questions that were not asked, after an answer that did not end",
+        "unasked": "questions that were not asked",
         "without_end": "recorded answers without an end token",
         "shortened": "recorded answers to earlier questions without their thoughts",
     }

@@ -145,7 +145,11 @@ def decode_and_judge(
     processes.check_shared(parts.folder, "--output")
     groups = len(groups_of(benchmarks, group_size))
     memory = explain_out_of_memory(
-        "decoding", lambda: f"lower --batch_size or --max_nodes, or use a smaller --dtype; {parts.resume_hint(groups)}"
+        "decoding",
+        lambda: (
+            f"lower --batch_size or --max_nodes, or use a smaller --dtype, each with another --output; "
+            f"{parts.resume_hint(groups)}"
+        ),
     )
     with (
         memory,

@@ -47,6 +47,8 @@ def names_path(path: Path, remedy: Callable[[], str] = lambda: "free some, or na
             if isinstance(error, ValueError) or not any(sign in message for sign in _FULL_SIGNS):
                 raise
             number = next((known for known in _FULL if os.strerror(known) in message), errno.ENOSPC)
+        if isinstance(named := getattr(error, "filename", None), str) and not Path(named).is_relative_to(path.parent):
+            path = Path(named)  # a library's own, as in TMPDIR
         there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
         what = _FULL[number].format(free=shutil.disk_usage(there).free / 2**20)
         raise ValueError(f"{path} could not be written: its disk {what}; {remedy()}") from error

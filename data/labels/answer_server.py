@@ -113,7 +113,7 @@ class AnswerServer:
         if len(tokens) < limit:
             raise ValueError(
                 f"base_url {self.url} ended an answer after {len(tokens)} tokens as too long; {limit} were asked for; "
-                "raise the server's own limit, or lower max_new_tokens or max_length"
+                "raise the server's own limit, or lower max_new_tokens or max_length, with another output"
             )
         return Answer(tokens, "limit")
 
@@ -154,7 +154,7 @@ class AnswerServer:
                 if isinstance(error, http.client.InvalidURL):
                     break
                 if isinstance(error, TimeoutError):
-                    remedy = f"If an answer takes more than {longest:.0f} s, lower --concurrency or --max_new_tokens. "
+                    remedy = f"If an answer takes more than {longest:.0f} s, lower --concurrency. "
             if failed >= len(_PAUSES) and not full:
                 break
             if not full and not self._told:

@@ -10,16 +10,15 @@ greedily; after an answer that does not end, or that the template refuses, no mo
 generates are kept as they are, and the next turn's prompt is those ids followed by what the chat template adds after
 them. Where that is not the prompt that inference would have, as the template rewrites earlier turns (it drops thoughts)
 or strips an answer, the turn begins a row of the same id with that prompt. A conversation with the same prompts as an
-earlier one would get the same answers: it is left out and counted (`repeated`), so that none is trained on twice, or
-both held out and trained on.
+earlier one and the same turns to train on would give the same rows: it is left out and counted (`repeated`).
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
 fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, named_by (what `conversation` is a digest
 of), shards [{file, rows, first_row, source_rows, skipped [{row, place, id, reason}], trimmed [the same with
 kept_turns], cut, …}], counts {rows, tokens, trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished,
-loops, unasked (questions after an answer that did not end, or without room for one), without_end (recorded answers
-whose last token ends none), shortened (recorded answers to earlier questions of which the template leaves out a
-part)}, complete.
+loops, unasked (questions after an answer that did not end, or without room for one), without_end (trained recorded
+answers whose last token ends none), shortened (those to earlier questions of which the template leaves out a part)},
+complete.
 """
 
 from __future__ import annotations
@@ -118,7 +117,8 @@ def distill(
     resume_hint = folder.resume_hint if processes.rank == 0 else lambda: ""  # the first process collects
 
     def remedy() -> str:
-        return f"lower batch_size, or use a smaller dtype or device auto; {resume_hint()}".removesuffix("; ")
+        hint = resume_hint()
+        return f"lower batch_size, or use device auto, or a smaller dtype and another output{hint and f'; {hint}'}"
 
     out_of_memory = explain_out_of_memory("distillation", remedy)
     with out_of_memory, on_interrupt(resume_hint), progress_bar(first="distilling", show=show_progress) as show:

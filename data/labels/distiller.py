@@ -219,9 +219,13 @@ class Distiller:
             messages, row.trimmed = self.renderer.sound_part(messages, skip, generate, extra)
             row.messages = messages
             if self.options.labels == "argmax":
-                row.ids, row.mask = self.renderer.conversation(messages, extra)
-                row.without_end = self._without_end(row)
-                row.shortened = self.renderer.shortened(messages, extra)
+                row.ids, row.mask, spans = self.renderer.spans(messages, extra)
+                kept = {turn: last for turn, (first, last) in spans.items() if first < min(last, self.max_length)}
+                row.without_end = sum(
+                    last <= self.max_length and row.ids[last - 1] not in self.target.end_token_ids
+                    for last in kept.values()
+                )
+                row.shortened = len(kept.keys() & self.renderer.shortened(messages, extra))
                 row.cut = len(row.ids) > self.max_length
                 row.ids, row.mask = row.ids[: self.max_length], row.mask[: self.max_length]
                 checked_ids(self.target, row.ids, "the conversation")
@@ -231,11 +235,6 @@ class Distiller:
         except ConversationError as error:
             self._reject(row, error)
         return row
-
-    def _without_end(self, row: Row) -> int:
-        """How many trained answers of a recorded conversation end with another token than an end token."""
-        last = [token for token, own, more in zip(row.ids, row.mask, [*row.mask[1:], False]) if own and not more]
-        return sum(token not in self.target.end_token_ids for token in last)
 
     def _reject(self, row: Row, error: ConversationError) -> None:
         if not self.options.skip_bad_rows:
@@ -252,7 +251,8 @@ class Distiller:
         turn = row.pending.pop(0)
         row.trained = all(recorded.get("trained", True) for recorded in row.messages[turn + 1 : turn + 2])
         if row.ids:
-            row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0]}
+            trained = {"trained": False} if row.messages[turn - 1].get("trained") is False else {}
+            row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0], **trained}
         messages = row.messages[: turn + 1]
         try:
             whole = row.answer[1] and "\ufffd" not in row.answer[0]  # bytes of no letter are read as another token

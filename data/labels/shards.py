@@ -121,8 +121,10 @@ class ShardFolder:
         for unfinished in opened._own("*.arrow.tmp"):  # of a killed run, which may have filled the disk
             unfinished.unlink()
         opened.collect()
-        if not opened.manifest["shards"] and not opened._journals():  # nothing that other settings have made
-            opened.manifest = fresh
+        if not opened.manifest["shards"] and not any(map(count_answers, opened._journals())):
+            opened.manifest = fresh  # other settings have made nothing
+        elif header["settings"].get("skip_bad_rows"):  # what was made before a bad row ended the run is the same
+            opened.manifest["settings"]["skip_bad_rows"] = True
         if different := _differences(opened.manifest, header):
             raise ValueError(
                 f"output {output} holds another distillation: {'; '.join(different)}; set overwrite to "

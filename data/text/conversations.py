@@ -174,7 +174,11 @@ def read_conversations(
     if listed := ", ".join(f"{key!r} of {rows:,}" for key, rows in notes.most_common()):
         logger.warning("%s: taken for notes on the texts of rows, and not read: %s", source, listed)
     if not kept:
-        reason = f"all {len(bad_rows)} rows are bad, the first: {bad_rows[0]}" if bad_rows else "no rows"
+        reason = (
+            f"all {len({bad.place for bad in bad_rows})} rows are bad, the first: {bad_rows[0]}"
+            if bad_rows
+            else "no rows"
+        )
         raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")
     return Conversations(source, _to_dataset(kept), bad_rows, repeated)
 
@@ -242,8 +246,9 @@ def turns_of(record: Any) -> tuple[list[Any], str]:
     lists = [key for key in TURN_LISTS if key in row]
     # an empty list is a column of the other form
     found = [key for key in lists if row[key] != []] or [key for key in ("prompt",) if key in row] or lists[:1]
-    if len(found) > 1 and not _same_turns(row[found[0]], row[found[1]]):
-        raise ConversationError(f"a row has one list of turns, received {found[0]!r} and {found[1]!r}, which differ")
+    for other in found[1:]:
+        if not _same_turns(row[found[0]], row[other]):
+            raise ConversationError(f"a row has one list of turns, received {found[0]!r} and {other!r}, which differ")
     if not found:
         keys = ", ".join(sorted(map(str, row))) or "none"
         raise ConversationError(f"a row has the key 'conversations' or 'messages', received the keys {keys}")
@@ -281,7 +286,7 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
     except ConversationError as error:
         return "", Conversation([], {}), [BadRow.of(place, error)]
     if missing := _missing_part(messages, generate):
-        messages = []
+        messages, unknown = [], {}  # a row that is dropped is so for its faults
         if not faults:
             faults[missing] = ""
     row_id = record.get("id")

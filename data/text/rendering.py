@@ -36,6 +36,7 @@ from draft_heads.data.text.marks import PLACEHOLDER, marked_calls
 from draft_heads.data.text.template_probe import Messages
 from draft_heads.data.text.token_spans import (
     Turn,
+    answer_tokens,
     between_blocks,
     blocks_of,
     common_prefix,
@@ -47,7 +48,6 @@ from draft_heads.data.text.token_spans import (
     left_out,
     packed,
     part_in_block,
-    scaffold_end,
     unlocated,
     untrained,
 )
@@ -92,22 +92,6 @@ def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
 
 
-def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffold: Sequence[int]) -> list[int]:
-    """The tokens of an answer that later turns have: without end tokens at the end, and after the scaffold.
-
-    scaffold: what the template puts before an answer (`TemplateProbe.scaffold`). An answer that begins as it does is in
-    several channels (gpt-oss); what it says follows the first scaffold. Example, scaffold 7 8 and end 2:
-    7 5 4 7 8 6 2 → 6; 3 7 8 6 2 → 3 7 8 6.
-    """
-    stop = len(answer)
-    while stop and answer[stop - 1] in end_token_ids:
-        stop -= 1
-    kept = list(answer[:stop])
-    if scaffold and kept[:1] == [scaffold[0]]:
-        kept = kept[scaffold_end(kept, scaffold) :]
-    return kept
-
-
 class ChatRenderer(ChatText):
     """Messages to tokens and the assistant's mask, with one tokenizer's chat template."""
 
@@ -137,7 +121,14 @@ class ChatRenderer(ChatText):
         return str(text).strip(), kept == answer_tokens(answer, end_token_ids, ())
 
     def conversation(self, messages: Messages, extra: Extra = None) -> tuple[list[int], list[bool]]:
-        """(input_ids [L], assistant_mask [L]); see the module's docstring.
+        """(input_ids [L], assistant_mask [L]); see the module's docstring, and `spans` for errors."""
+        ids, mask, _ = self.spans(messages, extra)
+        return ids, mask
+
+    def spans(
+        self, messages: Messages, extra: Extra = None
+    ) -> tuple[list[int], list[bool], dict[int, tuple[int, int]]]:
+        """As `conversation`, and [first, last) token of each turn to train on, by its number in `messages`.
 
         ControlTokenError as `check_texts`; ConversationError where the mask is all 0 or all 1, where a turn that is to
         be trained on has no token, and where the template leaves out text of an answer to the last question.
@@ -149,10 +140,10 @@ class ChatRenderer(ChatText):
         self.check_answers(text, messages, extra)
         whole = _Rendering(messages, extra, text, *self._encode(text))
         marked = self._block_mask(whole) if self.has_generation_block else None
-        mask = [False] * len(whole.ids)
+        mask, spans = [False] * len(whole.ids), {}
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and message.get("trained") is not False:
-                first, last = self._token_span(whole, number, marked)
+                first, last = spans[number] = self._token_span(whole, number, marked)
                 answer = str(message.get("content") or "").strip() if first < last else ""
                 bare = answer and is_bare(text, whole.ids[first:last], whole.offsets[first:last], self.ends)
                 lost = bare and not str(self.tokenizer.decode(self._encode(answer)[0])).strip()
@@ -168,15 +159,15 @@ class ChatRenderer(ChatText):
                 "turns are not empty and that the chat template renders both roles, and that a "
                 "{% generation %} block, where it has one, encloses what the assistant writes and nothing else"
             )
-        return whole.ids, mask
+        return whole.ids, mask, spans
 
-    def shortened(self, messages: Messages, extra: Extra = None) -> int:
-        """How many trained answers to earlier questions the template renders without a part, as their thoughts."""
+    def shortened(self, messages: Messages, extra: Extra = None) -> list[int]:
+        """Which turns, trained answers to earlier questions, the template renders without a part, as thoughts."""
         messages = self.answered(messages, extra)
         last = last_question(messages)
-        earlier = [texts_of(messages[number]) for number in trained_answers(messages) if number < last]
+        earlier = {number: texts_of(messages[number]) for number in trained_answers(messages) if number < last}
         shown = packed(self.text(messages, extra=extra)) if earlier else ""
-        return sum(any(packed(text) not in shown for text in texts) for texts in earlier)
+        return [number for number, texts in earlier.items() if any(packed(text) not in shown for text in texts)]
 
     def answered(self, messages: Messages, extra: Extra = None) -> Messages:
         """The messages without a question at the end for whose sake the template renders those before it otherwise;

@@ -22,6 +22,22 @@ class Turn(NamedTuple):
     content: int  # end of the content
 
 
+def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffold: Sequence[int]) -> list[int]:
+    """The tokens of an answer that later turns have: without end tokens at the end, and after the scaffold.
+
+    scaffold: what the template puts before an answer (`TemplateProbe.scaffold`). An answer that begins as it does is in
+    several channels (gpt-oss); what it says follows the first scaffold. Example, scaffold 7 8 and end 2:
+    7 5 4 7 8 6 2 → 6; 3 7 8 6 2 → 3 7 8 6.
+    """
+    stop = len(answer)
+    while stop and answer[stop - 1] in end_token_ids:
+        stop -= 1
+    kept = list(answer[:stop])
+    if scaffold and kept[:1] == [scaffold[0]]:
+        kept = kept[scaffold_end(kept, scaffold) :]
+    return kept
+
+
 def scaffold_end(tokens: Sequence[int], scaffold: Sequence[int]) -> int:
     """The position after the first scaffold (`TemplateProbe.scaffold`) among tokens; 0 without one.
 

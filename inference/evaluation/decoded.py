@@ -160,10 +160,9 @@ class DecodedFolder:
         if overwrite:
             for path in sorted(kept, key=known.__eq__):
                 path.unlink()
-        elif known.is_file():
-            changed = differences(read_object(known, "add --overwrite"), wanted)
-        elif any(self.folder.glob("*-*.json")):
-            changed = ["its run.json is missing"]
+        elif any(self.folder.glob("*-*.json")):  # without groups other settings have made nothing
+            there = read_object(known, "add --overwrite") if known.is_file() else None
+            changed = ["its run.json is missing"] if there is None else differences(there, wanted)
         if changed:
             raise ValueError(
                 f"--output {self.folder.parent} holds an unfinished run with other settings ({'; '.join(changed)}); "

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draft_heads.data.text.rendering import answer_tokens
+from draft_heads.data.text.token_spans import answer_tokens
 from draft_heads.inference.batch import BatchEngine, BatchRun
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.decoded import TurnRecord

@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.configs.options import dtype_from_name, explain_out_of_memory
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_settings, configured_ends
-from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids
+from draft_heads.data.text.rendering import ChatRenderer, end_token_ids
 from draft_heads.data.text.thoughts import opens_thought
+from draft_heads.data.text.token_spans import answer_tokens
 from draft_heads.inference.target import labels, sharded, views
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from draft_heads.data import datastore_build
-from draft_heads.data.datastore import MANIFEST, Datastore
+from draft_heads.data.common.files import lock_folder
+from draft_heads.data.datastore import ARRAYS, MANIFEST, Datastore
 from draft_heads.data.datastore_build import build_datastore, suffix_array
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.labels.shards import load_distilled
@@ -112,6 +114,36 @@ def test_the_rows_of_a_distilled_conversation_count_once_and_stay_together(tmp_p
         assert found["conversations"] == conversations
         expected = [token for row in kept for token in (*rows[row]["input_ids"], len(tokenizer))]
         assert Datastore.open(tmp_path / f"out-{limit}").tokens.tolist() == expected
+
+
+def test_of_rows_with_cached_states_a_limit_does_not_take_the_shortest(tmp_path, monkeypatch):
+    """They are stored by length; which are taken depends on the conversations alone, not on the order of the rows."""
+    distilled, tokenizer = str(tmp_path / "distilled"), load_chat_tokenizer(TINY)
+    chats = rows(9)
+    for number, row in enumerate(chats):
+        row["conversations"][0]["value"] += " Why?" * (7 * number % 9)
+    (tmp_path / "chats.json").write_text(json.dumps(chats))
+    words = ["--target", TINY, "--dataset", str(tmp_path / "chats.json"), "--output", distilled, "--hidden_states"]
+    assert distill_script.main(words) == 0
+    whole, taken = load_distilled(distilled), []
+    lengths = [len(row["input_ids"]) for row in whole.dataset]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 4
+    for number in range(2):
+        ordered = whole.dataset.select(range(len(lengths))[:: 1 - 2 * number])
+        monkeypatch.setattr(datastore_build, "load_distilled", lambda _, found=ordered: replace(whole, dataset=found))
+        build_datastore(distilled, tokenizer, tmp_path / f"out-{number}", 4)
+        tokens = Datastore.open(tmp_path / f"out-{number}").tokens.tolist()
+        ends = [-1, *(place for place, token in enumerate(tokens) if token == len(tokenizer))]
+        taken.append(sorted(last - first - 1 for first, last in pairwise(ends)))
+    assert taken[0] == taken[1] != lengths[:4]
+
+
+def test_two_builds_in_one_folder_are_refused(tmp_path, source):
+    folder, tokenizer = tmp_path / "out", load_chat_tokenizer(TINY)
+    with lock_folder(folder, "--output"), pytest.raises(ValueError, match="is being written by another run"):
+        build_datastore(str(source), tokenizer, folder)
+    build_datastore(str(source), tokenizer, folder)
+    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, *sorted(f"{name}.npy" for name in ARRAYS)]
 
 
 def test_the_script_writes_a_folder_once(tmp_path, source, capsys):

@@ -57,7 +57,7 @@ class StubRenderer:
         pass
 
     def shortened(self, messages, extra):
-        return 0
+        return []
 
 
 def target(tokenizer, vocab_size):

@@ -63,6 +63,8 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
         DecodedFolder(tmp_path).begin({"limit": 4}, False)
     DecodedFolder(tmp_path).begin({"limit": 4}, True)
     assert not list((tmp_path / "parts").glob("bench*"))
+    DecodedFolder(tmp_path).begin({"limit": 5}, False)  # other settings have made nothing yet
+    assert json.loads((tmp_path / "parts" / "run.json").read_text()) == {"limit": 5}
 
 
 def test_groups_without_run_json_are_anothers_and_it_goes_last(tmp_path, monkeypatch):

@@ -62,6 +62,14 @@ def test_a_full_disk_says_the_path_what_is_left_and_the_remedy(error, tmp_path):
         raise error
 
 
+def test_a_full_disk_of_another_file_is_told_as_that_files(tmp_path):
+    """A library writes elsewhere while ours is open, as into TMPDIR."""
+    for name, told in (("/elsewhere/x", "/elsewhere/x"), (tmp_path / ".file.partial", tmp_path / "file")):
+        rule = rf"^{told} could not be written: its disk has"
+        with pytest.raises(ValueError, match=rule), names_path(tmp_path / "file"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(name))
+
+
 def test_an_array_that_does_not_fit_is_named(no_larger_files, tmp_path):
     path = tmp_path / "tokens.npy"
     with pytest.raises(ValueError, match=rf"^{path} could not be written: its disk has"), names_path(path):

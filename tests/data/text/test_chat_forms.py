@@ -6,7 +6,8 @@ import pytest
 from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
-from draft_heads.data.text.rendering import ChatRenderer, ConversationError, answer_tokens, end_token_ids
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
+from draft_heads.data.text.token_spans import answer_tokens
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, render_conversation, render_prompt, trained_runs
 
@@ -123,7 +124,7 @@ def test_an_answer_whose_thought_is_dropped_is_refused_and_an_earlier_one_is_cou
     for _ in range(2):
         ids, mask = renderer.conversation(chat)
     assert trained_runs(tokenizer, ids, mask) == ["\n\nFour.</s>", CHAT[3]["content"] + "</s>"]
-    assert renderer.shortened(chat) == 1 and renderer.shortened([*chat[:1], {**chat[1], "trained": False}]) == 0
+    assert renderer.shortened(chat) == [1] and not renderer.shortened([*chat[:1], {**chat[1], "trained": False}])
     assert sum("prompts end with" in line for line in caplog.messages) == 1
     keys = [CHAT[0], {**CHAT[1], "reasoning_content": "Hm."}, *CHAT[2:]]
     assert [renderer.shortened(some) for some in (CHAT, keys)] == [0, 1]

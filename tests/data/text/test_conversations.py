@@ -8,7 +8,13 @@ from operator import attrgetter
 import datasets
 import pytest
 
-from draft_heads.data.text.conversations import BadRow, Conversation, ConversationError, read_conversations
+from draft_heads.data.text.conversations import (
+    BadRow,
+    Conversation,
+    ConversationError,
+    parse_record,
+    read_conversations,
+)
 from tests.tiny_chat import load_conversations
 
 GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
@@ -77,6 +83,21 @@ def test_bad_row_stops_the_run_with_file_row_reason_and_remedy(tmp_path, row, re
     file = write_lines(tmp_path / "rows.jsonl", [GOOD, "", row, GOOD])
     with pytest.raises(ConversationError, match=rf"rows\.jsonl, line 3: .*{reason}.*set skip_bad_rows"):
         load_conversations(file)
+
+
+def test_a_third_list_of_turns_is_compared_with_the_first():
+    row = {"conversations": GOOD["conversations"], "messages": MESSAGES, "conversation": MESSAGES[:1]}
+    with pytest.raises(ConversationError, match="received 'conversations' and 'conversation', which differ"):
+        parse_record(row)
+    assert parse_record(row | {"conversation": MESSAGES}).messages == MESSAGES
+
+
+def test_rows_are_counted_and_those_dropped_are_listed_for_their_faults_alone(tmp_path, caplog):
+    file = write_lines(tmp_path / "rows.jsonl", [turns("gpt", "human", text=" ") | {"bookmarks": [1]}])
+    with pytest.raises(ConversationError, match="all 1 rows are bad, the first: line 1: an assistant turn before"):
+        load_conversations(file, skip_bad_rows=True)
+    faults = ["an assistant turn before the first user turn", "an empty question"]
+    assert caplog.messages == [f"{file}: 1 row dropped: {fault} (line 1)" for fault in faults]
 
 
 def test_an_id_with_half_a_surrogate_pair_is_kept_without_it(tmp_path):

@@ -15,9 +15,9 @@ from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.errors import ControlTokenError
-from draft_heads.data.text.rendering import ChatRenderer, ConversationError, answer_tokens
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from draft_heads.data.text.template_probe import SOME
-from draft_heads.data.text.token_spans import scaffold_end
+from draft_heads.data.text.token_spans import answer_tokens, scaffold_end
 from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.generation import TextPieces, prompt_ids
 from draft_heads.inference.target.target import Target

@@ -30,8 +30,10 @@ def test_what_stands_between_two_blocks_of_a_turn_is_not_trained_on():
     )
     chat = [USER, ANSWER, USER, ANSWER]
     own = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = ChatRenderer(tokenizer, [tokenizer.eos_token_id]).conversation(chat)
+    ids, mask, spans = ChatRenderer(tokenizer, [tokenizer.eos_token_id]).spans(chat)
     assert (ids, [int(trained) for trained in mask]) == (own["input_ids"], own["assistant_masks"])
+    ends = [place + 1 for place, token in enumerate(ids) if token == tokenizer.eos_token_id]
+    assert [(turn, last) for turn, (_, last) in spans.items()] == [(1, ends[0]), (3, ends[1])]
     text, offsets = "a b  c", [(0, 1), (1, 3), (3, 5), (5, 6)]
     assert between_blocks(0, 4, text, offsets, [True, False, False, True]) == {1, 2}
     assert between_blocks(0, 4, text, offsets, [False] * 4) == between_blocks(1, 2, text, offsets, [True] * 4) == set()

@@ -106,6 +106,23 @@ def test_recorded_answers_without_an_end_token_are_counted_and_told(tmp_path, ca
     assert manifest["counts"]["without_end"] == 0
 
 
+def test_no_answer_is_counted_that_max_length_leaves_out_or_cuts(tmp_path):
+    """Of two without an end token, and without their thoughts, before one that has both."""
+    form = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}{{ '[A]' }}{% elif loop.last %}"
+        "{{ m.reasoning_content + eos_token }}{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
+    )
+    save_target(tmp_path / "target")
+    byte_tokenizer(form).save_pretrained(tmp_path / "target")
+    answers = [said("x" * 9) | {"reasoning_content": thought} for thought in "pqr"]
+    write(tmp_path / "a.jsonl", [talk("u" * 9, *answers)])
+    # tokens 12–20 and 34–42 are the first two answers
+    for most, ends, begun in ((80, 2, 2), (43, 2, 2), (42, 1, 2), (35, 1, 2), (34, 1, 1), (21, 1, 1), (20, 0, 1)):
+        given = str(tmp_path / "target"), str(tmp_path / "a.jsonl"), str(tmp_path / f"{most}")
+        counts = run_distill(*given, max_length=most)["counts"]
+        assert (most, counts["without_end"], counts["shortened"]) == (most, ends, begun)
+
+
 def test_a_template_that_writes_the_date_is_told(tmp_path, caplog):
     save_target(tmp_path / "target")
     byte_tokenizer("{{ strftime_now('%d %b') }}" + template("chatml")).save_pretrained(tmp_path / "target")

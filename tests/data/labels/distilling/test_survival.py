@@ -53,6 +53,41 @@ def test_running_out_of_memory_names_the_options_and_what_is_done(target, source
         run_distill(target, source, str(tmp_path / "out"))
 
 
+def test_settings_that_a_first_failure_names_may_change_where_it_left_no_answer(target, source, tmp_path, monkeypatch):
+    def full(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+        yield
+
+    options = {"labels": "generate", "max_new_tokens": 12}
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="smaller dtype and another output; no shard"):
+        patch.setattr(TargetAnswerer, "__call__", full)
+        run_distill(target, source, str(tmp_path / "out"), **options)
+    assert list((tmp_path / "out").glob("*.answers.jsonl"))
+    changed = options | {"max_new_tokens": 6, "shard_rows": 3}
+    assert run_distill(target, source, str(tmp_path / "out"), **changed)["settings"]["max_new_tokens"] == 6
+
+
+@pytest.mark.parametrize("labels", ["argmax", "generate"])
+def test_skip_bad_rows_goes_on_where_a_bad_row_ended_the_run(target, tmp_path, labels):
+    """As its sentence says; the rows before are what they would be with it from the beginning. It is not taken back."""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [
+        {"messages": [turns[0] | {"content": text}, turns[1]]} for text in ("Hi", "Who?", "Why?", "[PAD]</s>", "How?")
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = target, str(tmp_path / "chat.jsonl")
+    options = {"labels": labels, "max_new_tokens": 4, "shard_rows": 2}
+    with pytest.raises(ValueError, match=r"line 4 \(id row-4\): .* set skip_bad_rows to leave such rows out"):
+        run_distill(*given, str(tmp_path / "out"), **options)
+    first = (tmp_path / "out" / "shard-00000.arrow").stat().st_mtime_ns
+    resumed = run_distill(*given, str(tmp_path / "out"), **options, skip_bad_rows=True)
+    assert (tmp_path / "out" / "shard-00000.arrow").stat().st_mtime_ns == first
+    assert resumed == run_distill(*given, str(tmp_path / "whole"), **options, skip_bad_rows=True)
+    assert resumed["counts"]["rows"] == 4 and rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"settings\.skip_bad_rows is True there, False here"):
+        run_distill(*given, str(tmp_path / "out"), **options)
+
+
 def test_an_interrupted_run_says_what_is_done(target, source, tmp_path, monkeypatch):
     def interrupted(distiller, conversations, first, *journal, own=Distiller.rows):
         if first == 4:

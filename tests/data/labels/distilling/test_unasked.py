@@ -71,3 +71,20 @@ def test_a_first_question_without_room_is_skipped_and_not_counted_as_unasked(tar
         given = str(tmp_path / f"{name}.jsonl"), str(tmp_path / name), options, False, False
         counts = distill(loaded, *given, TargetAnswerer(loaded))["counts"]
         assert (counts["rows"], counts["skipped"], counts["unasked"]) == (1, 1, unasked)
+
+
+def test_without_room_after_an_answer_that_is_not_trained_on_the_reason_says_so(target, tmp_path):
+    """The first answer was written; what lies beyond max_length is the first to train on."""
+    said = [{"role": "user", "content": text} for text in ("Hi", "word " * 200)]
+    answer = {"role": "assistant", "content": "A."}
+    rows = [
+        {"messages": [said[0], answer | {"weight": 0}, said[1], answer]},
+        {"messages": [said[0] | {"content": "Yo"}]},
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = Target.from_pretrained(target, "float32")
+    loaded.model.generation_config.forced_eos_token_id = min(loaded.end_token_ids)  # so that every answer ends
+    options = DistillOptions(labels="generate", max_new_tokens=8, max_length=64)
+    given = str(tmp_path / "chat.jsonl"), str(tmp_path / "out"), options, False, False
+    (skipped,) = distill(loaded, *given, TargetAnswerer(loaded))["shards"][0]["skipped"]
+    assert skipped["reason"] == "its first answer to train on begins beyond max_length 64"
