@@ -40,6 +40,18 @@ def waiting_threads() -> str:
     return "sleep" if os.environ.get(POLICY, "").upper() == "PASSIVE" else "spin"
 
 
+def threads_text(threads: int, waiting: str) -> str:
+    """`1 thread`, or `2 threads that spin while they wait`."""
+    return "1 thread" if threads == 1 else f"{threads} threads that {waiting} while they wait"
+
+
+def threads_in_use() -> str:
+    """Those of torch in this process, as `threads_text` says them."""
+    import torch  # whose import must follow `choose_wait_policy`
+
+    return threads_text(torch.get_num_threads(), waiting_threads())
+
+
 def free_cores(seconds: float = 0.1) -> float:
     """Cores that this process may use and nobody used for so many seconds; without Linux' counters, all of them."""
     if not hasattr(os, "sched_getaffinity") or not Path("/proc/stat").exists():

@@ -43,13 +43,15 @@ def build_datastore(
     limit: int | None = None,
     progress: Progress = lambda stage, done, of: None,
     options: DatasetOptions | None = None,
+    overwrite: bool = True,
 ) -> dict[str, Any]:
     """Write the conversations of a file, folder or hub id, or the rows of a distilled folder, as a datastore; returns
     its manifest.
 
     `tokenizer` has a chat template, with which conversations are rendered as the target sees them; `progress` is called
     with stage, done, of. ConversationError with file, row and reason for a bad row, ValueError for no rows and for
-    rows that were distilled with another tokenizer.
+    rows that were distilled with another tokenizer, while another run writes the folder, and without `overwrite` where
+    one has finished it meanwhile.
     """
     options = options or DatasetOptions()
     read = _distilled_tokens if is_distilled(dataset) else _conversation_tokens
@@ -59,7 +61,6 @@ def build_datastore(
     separator = np.array([vocabulary], unsigned(vocabulary))
     tokens = np.concatenate([array for part in parts for array in (part.astype(separator.dtype), separator)])
     del parts
-    lock = lock_folder(folder, "--output")
     suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
     starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=vocabulary + 1))])
     manifest = {
@@ -73,6 +74,18 @@ def build_datastore(
         "bad_rows": [asdict(bad) for bad in bad_rows],
     }
     arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
+    with lock_folder(folder, "--output"):
+        try:
+            if not overwrite and (folder / MANIFEST).exists():
+                raise ValueError(f"{folder} was finished by another run meanwhile; use it, or add --overwrite")
+            _write(folder, arrays, manifest)
+        finally:
+            (folder / LOCK).unlink(missing_ok=True)
+    return manifest
+
+
+def _write(folder: Path, arrays: dict[str, NDArray[Any]], manifest: dict[str, Any]) -> None:
+    """The files of a datastore; their checksums go into `manifest`."""
     with ExitStack() as written:  # whose end renames them: who has read the old ones goes on with those
         for name, array in arrays.items():
             with written.enter_context(replacing(folder / f"{name}.npy")).open("wb") as file:
@@ -80,9 +93,6 @@ def build_datastore(
         (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
     manifest["checksums"] = {name: checksum(folder / f"{name}.npy") for name in ARRAYS}
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
-    (folder / LOCK).unlink(missing_ok=True)
-    lock.close()
-    return manifest
 
 
 def is_distilled(dataset: str) -> bool:
@@ -109,9 +119,11 @@ def _distilled_tokens(
     distilled = load_distilled(folder)
     theirs, ours = distilled.manifest["target"]["fingerprint"]["tokenizer_hash"], tokenizer_hash(tokenizer)
     if theirs != ours:
+        settings = distilled.manifest["settings"]
+        made_with = [distilled.manifest["target"]["path"], *filter(None, [settings.get("target_adapter")])]
         raise ValueError(
             f"a datastore has the tokenizer of the rows that it is made of; {folder} was distilled with {theirs}, got "
-            f"{ours}; pass the target of these rows, {distilled.manifest['target']['path']}"
+            f"{ours}; pass the tokenizer of {' with the adapter '.join(made_with)}"
         )
     rows = distilled.dataset
     names = [name for name in ("id", "conversation") if name in rows.column_names]  # older versions wrote the first

@@ -164,9 +164,10 @@ def trained(provenance: dict[str, Any]) -> str:
 
 
 def trained_for(provenance: dict[str, Any]) -> str:
-    """The steps, and the minutes that they took."""
-    steps, minutes = provenance.get("steps", 0), provenance.get("minutes", 0)
-    return f"{steps:,} steps" + (f" in {minutes:g} minutes" if minutes else "")
+    """The steps, how often they read the rows, which older heads do not know, and the minutes that they took."""
+    steps, epochs, minutes = (provenance.get(name, 0) for name in ("steps", "epochs", "minutes"))
+    read = f" ({epochs:.3g} epochs)" if epochs else ""
+    return f"{steps:,} steps{read}" + (f" in {minutes:g} minutes" if minutes else "")
 
 
 def trained_on(provenance: dict[str, Any]) -> str:

@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> None:
     console = plain_console()
     with progress_bar(console, "reading") as progress:
         chosen = DatasetOptions(**{name: getattr(options, name) for name in option_names(DatasetOptions)})
-        manifest = build_datastore(options.dataset, tokenizer, options.output, options.limit, progress, chosen)
+        given = options.dataset, tokenizer, options.output, options.limit, progress, chosen
+        manifest = build_datastore(*given, overwrite=options.overwrite)
     bad_rows = {bad["place"] for bad in manifest["bad_rows"]}
     what = f"{options.output}: {manifest['tokens']:,} tokens of {manifest['conversations']:,} conversations"
     what += f"; {len(bad_rows):,} bad rows trimmed or left out, listed in {MANIFEST}" if bad_rows else ""

@@ -161,6 +161,7 @@ def decode_and_judge(
         processes.wait()
         evaluation = None if processes.rank else judge_decoded(engines, oracle, benchmarks, parts, group_size, progress)
     if evaluation is not None and not evaluation.records:
+        parts.clear()
         raise ValueError(
             f"a prompt and its answer must fit the target's {target.max_positions} positions; none of the "
             f"{sum(len(benchmark.questions) for benchmark in benchmarks)} questions does; shorten them"

@@ -144,10 +144,11 @@ def render(tokenizer: PreTrainedTokenizerFast, rows: list[Placed], options: argp
         print(f"{options.dataset}: {line}", file=sys.stderr)
     if not found:
         reason = f"the first bad row is {bad_rows[0]}" if bad_rows else "raise it"
+        if options.dataset:
+            reason += "; every 50th first question is measured on, so another order of the rows may help"
         raise ConversationError(
             f"none of {len(rows):,} conversations, which begin with {rows[0][0]} and are trained on or measured "
-            f"together, has an answer within --max_length {options.max_length} tokens; {reason}; every 50th first "
-            "question is measured on, so another order of the rows may help"
+            f"together, has an answer within --max_length {options.max_length} tokens; {reason}"
         )
     return found
 

@@ -19,7 +19,7 @@ from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.evaluation import carried_over
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
-from draft_heads.inference.evaluation.made_from import content_of, must_be_made
+from draft_heads.inference.evaluation.made_from import content_of, is_made_again, must_be_made
 from draft_heads.inference.evaluation.studies import (
     PLAIN_RUN,
     Cell,
@@ -194,14 +194,15 @@ def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output
         limit = options.pop("limit", None)
         asked = questions_of(study, name, inputs, limit)
         made_from = decoded_from(name, asked, own, {**options, "limit": limit}, inputs)
-        if must_be_made(folder, "report.json", made_from, inputs.overwrite):
+        overwrite = inputs.overwrite or is_made_again(folder)
+        if must_be_made(folder, "report.json", made_from, overwrite):
             file = question_file(study, name, inputs, folder, asked)
             print(f"{study.name}, {run}: {len(own)} drafters on {name}", flush=True)
             named = [drafter_argument(cell, study, inputs.heads, inputs.draft_model) for cell in own.values()]
             words = ["--target", inputs.target, "--drafters", *(named or ["vanilla"])]
             words += ["--benchmarks", f"{name}={file}", "--output", str(folder)]
             limit = None if name in study.mixes else limit
-            words += flags({**options, "limit": limit, "overwrite": inputs.overwrite})
+            words += flags({**options, "limit": limit, "overwrite": overwrite})
             succeed(evaluate.main(words), "decoding")
         report = read_object(folder / "report.json", ANEW, ("results", "target"))
         results += [{**row, "dtype": report["target"]["dtype"]} for row in report["results"]]
@@ -257,10 +258,11 @@ def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path) -> dict[
     made_from = loaded_from(options, inputs)
     made_from["heads"] = {name: content_of(folder) for name, folder in heads.items()}
     made_from["dataset"] = [content_of(Path(folder) / "manifest.json") for folder in inputs.dataset]
-    if must_be_made(output, "accuracy.json", made_from, inputs.overwrite):
+    overwrite = inputs.overwrite or is_made_again(output)
+    if must_be_made(output, "accuracy.json", made_from, overwrite):
         words = ["--target", inputs.target, "--heads", *(f"{name}={folder}" for name, folder in heads.items())]
         words += ["--dataset", *inputs.dataset, "--output", str(output)]
-        succeed(accuracy.main([*words, *flags({**options, "overwrite": inputs.overwrite})]), "measuring accuracy")
+        succeed(accuracy.main([*words, *flags({**options, "overwrite": overwrite})]), "measuring accuracy")
     return read_object(output / "accuracy.json", ANEW, tuple(heads))
 
 
@@ -275,7 +277,8 @@ def write_study(
         if what is None and (row, column) not in measured:
             what = f"questions of {cell.benchmark} of the category {cell.category}"
         elif what is None and measured[row, column] is None:
-            what = "a figure in what was measured (shares of time on a GPU, more drafts than a head has)"
+            what = "a figure in what was measured (a score that was not taken, shares of time on a GPU or of "
+            what += "`generate`, more drafts than a head has)"
         if what and row not in (rows := needs.setdefault(what, [])):
             rows.append(row)
     notes = [f"Not measured here, for want of {what}: {', '.join(rows)}." for what, rows in needs.items()]

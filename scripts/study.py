@@ -25,6 +25,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.benchmarks import load_benchmark
+from draft_heads.inference.evaluation.made_from import make_again
 from draft_heads.inference.evaluation.studies import Cell, Study, known_studies, read_study
 from draft_heads.scripts import tiny_study
 from draft_heads.scripts.decoding_options import check_positive, parse_benchmarks, target_parser
@@ -99,6 +100,9 @@ def run(args: argparse.Namespace) -> None:
     decoding = {name: value for name, value in decoding.items() if value}
     rows = tiny_study.HELD_OUT if args.tiny else None
     inputs = Inputs(args.target, heads, files, args.draft_model, decoding, args.dataset or [], rows, args.overwrite)
+    if args.overwrite:  # also of what an interruption leaves for the same command without it
+        for study in studies:
+            make_again(args.output / study.name)
     for study in studies:
         output = args.output / study.name
         output.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from draft_heads.configs.recipes import RECIPES
 from draft_heads.configs.yaml_files import read_yaml
 from draft_heads.data.common.files import write_text
 from draft_heads.heads.checkpoint import HEADS, head_classes, read_config
-from draft_heads.inference.evaluation.made_from import content_of, must_be_made
+from draft_heads.inference.evaluation.made_from import NOTE, content_of, must_be_made
 from draft_heads.inference.evaluation.studies import Study, known_studies, read_study
 from draft_heads.train.command import trainer_script
 
@@ -135,7 +135,13 @@ class ArmTrainer:
             note = {"head": arm.text, **made_from}
             if must_be_made(folders[arm.name], "run/head/config.json", note, False, remedy):
                 lacking.append(arm)
-        seconds = {arm.name: self._step_seconds(arm) for arm in lacking if self.minutes and not self.steps}
+        try:
+            seconds = {arm.name: self._step_seconds(arm) for arm in lacking if self.minutes and not self.steps}
+        except ValueError:  # whose remedy is another schedule
+            for arm in lacking:
+                if not (folders[arm.name] / "run").exists():  # nothing was made yet
+                    (folders[arm.name] / NOTE).unlink()
+            raise
         with _pool(self.jobs) as pool:
             waiting = []
             for arm in lacking:

@@ -164,5 +164,5 @@ def how_to_resume(run: Path) -> str:
     """A sentence: the newest checkpoint of an interrupted run, and how to go on from it."""
     newest = newest_complete_checkpoint(run)
     if newest is None:
-        return "no checkpoint was written yet: the same command starts again (--save_steps N writes them more often)"
+        return "no checkpoint was written yet: the same command starts again"
     return f"the newest checkpoint is {newest}: the same command, without --overwrite, resumes there"

@@ -72,7 +72,8 @@ def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, f
         if not (trainer.trained and sound):
             args = trainer.args
             decides = args.load_best_model_at_end or args.save_strategy == "best" or args.lr_scheduler_type in BY_METRIC
-            without = f"{how_to_resume(Path(args.output_dir or ''))}, with --eval_strategy no for --eval_steps; or "
+            without = f"{how_to_resume(Path(args.output_dir or ''))}, with --eval_strategy no for --eval_steps"
+            without += f"{', without --eval_on_start' * args.eval_on_start}; or "
             raise ValueError(
                 f"{told}; {'' if decides else without}begin anew (--overwrite) with a lower --learning_rate, another "
                 "--target_dtype or without those rows"

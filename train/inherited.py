@@ -13,7 +13,7 @@ from draft_heads.train.length import saves_what_it_evaluates
 
 _DECIDE = {
     "the run's end": "num_train_epochs max_steps",
-    "batches of rows": "per_device_train_batch_size dataloader_drop_last dataloader_in_order",
+    "batches of rows": "per_device_train_batch_size dataloader_drop_last",
     "random numbers": "full_determinism seed data_seed",
     "optimizer": "learning_rate optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm",
     "schedule": "lr_scheduler_type lr_scheduler_kwargs warmup_steps",
@@ -64,6 +64,7 @@ REFUSED: dict[str, str] = {
     "activation_checkpointing_kwargs": _CHECKPOINTING,
     "resume_from_checkpoint": "is not read: the same command resumes from the newest checkpoint of its --output_dir",
     "save_only_model": "leaves the optimizer out of checkpoints, and a resumed run would begin its schedule again",
+    "dataloader_in_order": "is not read: batches come in their order, in which a resumed run skips those it has seen",
     "ignore_data_skip": "would train a resumed run on rows that it has seen; a resumed run goes on where it stopped",
     "auto_find_batch_size": "would change the batch that was asked for; lower --tokens_per_batch or "
     "--per_device_train_batch_size instead",
@@ -247,10 +248,7 @@ NO_EFFECT: tuple[Entry, ...] = (
         "the last checkpoint is exported, whatever is best; add --patience N or --load_best_model_at_end true",
     ),
     (
-        (
-            *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
-            "dataloader_in_order",
-        ),
+        ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
         "dataloader_num_workers",
         lambda v: v.dataloader_num_workers == 0,
         "there are no workers; leave it out, or pass --dataloader_num_workers 2",

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from draft_heads.data.common.progress import ProgressLines, Update
 from draft_heads.heads.base import HeadLoss
-from draft_heads.train.checkpoints import how_to_resume
 from draft_heads.train.options import peak_flops
 from draft_heads.train.stopping import WallClock
 
@@ -124,18 +122,21 @@ def peak_memory(devices: Sequence[torch.device]) -> dict[str, float]:
 def check_losses(trainer: Trainer, batches: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     """ValueError on every process if a loss of `batches`, (loss, tokens, segments), is no finite number on one.
 
-    It ends training before the head is saved, and names the rows of the batch.
+    It ends training before the head is saved, and names the rows of the first such batch: after its step the weights
+    of every process, and so all its losses, are no numbers either.
     """
     finite = torch.stack([loss for loss, _, _ in batches] or [torch.zeros(())]).isfinite().tolist()
-    if int(trainer.accelerator.reduce(torch.tensor(finite.count(False), device=trainer.args.device))) == 0:
+    ago = len(finite) - finite.index(False) if False in finite else 0  # batches
+    longest_ago = int(trainer.accelerator.gather(torch.tensor([ago], device=trainer.args.device)).max())
+    if not longest_ago:
         return
     rows = "those of another process"
-    if False in finite:
+    if ago == longest_ago:
         _, input_ids, segment_ids = batches[finite.index(False)]
         rows = ", ".join(row_names(trainer.train_dataset, input_ids, segment_ids, trainer.longest))
     raise ValueError(
         f"the loss became infinite or not a number by step {trainer.state.global_step}; rows of the batch: {rows}; "
-        f"{how_to_resume(Path(trainer.args.output_dir or ''))}; lower --learning_rate, or distil without those rows"
+        "begin anew (--overwrite) with a lower --learning_rate, or with labels of other rows"
     )
 
 

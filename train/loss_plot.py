@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from draft_heads.data.common.files import names_path
+from draft_heads.data.common.files import replacing
 
 
 def held_out_losses(history: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
@@ -48,5 +48,5 @@ def save_loss_plot(history: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    with names_path(path):
-        figure.savefig(path, dpi=150)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=150, format="png")

@@ -71,7 +71,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     head = head_type(config)
     if config.draft_vocab_size:
         print_once(args, choose_draft_vocab(head, training, collator.max_length))
-    with explain_errors(lambda: how_to_resume(folder), folder):
+    with explain_errors(lambda: f"{folder} is as it was", folder):
         trainer = DraftHeadTrainer(
             head,
             target,
@@ -232,13 +232,14 @@ def explain_errors(outlook: Callable[[], str], folder: Path) -> Iterator[None]:
 
     def lower_memory() -> str:
         return (
-            "lower --per_device_train_batch_size or --tokens_per_batch (raise --gradient_accumulation_steps by as "
-            "much), --anchors or --max_length, set --draft_vocab_size, or shard with --deepspeed and --shard_target; "
-            f"{outlook()}"
+            "in an evaluation lower --per_device_eval_batch_size; in training (with --overwrite or another "
+            "--output_dir, where there is a checkpoint) lower --per_device_train_batch_size or --tokens_per_batch and "
+            "raise --gradient_accumulation_steps by as much, lower --anchors or --max_length, set --draft_vocab_size, "
+            f"or shard with --deepspeed and --shard_target; {outlook()}"
         )
 
     def free_disk() -> str:
-        return f"free some, or lower --save_total_limit; {outlook()}"
+        return f"free some; {outlook()}"
 
     try:
         with names_path(folder, free_disk), explain_out_of_memory("training", lower_memory):
@@ -306,6 +307,7 @@ def provenance(
         "trained": _amount(trainer, trainer.train_dataset),
         "held_out": _amount(trainer, trainer.eval_dataset),
         "steps": trainer.steps,
+        "epochs": round(trainer.epochs, 3),
         "minutes": round(trainer.minutes, 2),
         "metrics": metrics,
         "base_model": run.target if is_hub_id(run.target) else "",
@@ -329,7 +331,10 @@ def _command() -> list[str]:
         launcher = ["deepspeed", "--num_gpus", os.environ.get("LOCAL_SIZE", processes)]
         program = ["--module", *program[1:]] if program[0] == "-m" else program
     elif "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION" in os.environ:  # which only accelerate's launcher sets
-        launcher = ["accelerate", "launch", "--num_processes", processes]
+        everywhere = os.environ.get("WORLD_SIZE", processes)  # which is what its flag counts
+        launcher = ["accelerate", "launch", "--num_processes", everywhere]
+        if (nodes := int(everywhere) // int(processes)) > 1:
+            launcher += ["--num_machines", str(nodes)]
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = ["torchrun", "--nproc_per_node", processes]
     return [*launcher, *program, *arguments]

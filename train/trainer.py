@@ -170,7 +170,6 @@ class DraftHeadTrainer(Trainer):
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
-            in_order=args.dataloader_in_order,
             worker_init_fn=leave_signals_to_trainer,
             generator=torch.Generator(),  # an epoch draws a seed from it, and nothing from what dropout draws from
         )
@@ -372,6 +371,11 @@ class DraftHeadTrainer(Trainer):
     def steps(self) -> int:
         """Steps of the head as it is after training."""
         return step_of(self._best) if self._best else int(self.state.global_step)
+
+    @property
+    def epochs(self) -> float:
+        """How often that head had read the rows."""
+        return float(self.state.epoch or 0) * self.steps / max(1, self.state.global_step)
 
     @property
     def minutes(self) -> float:

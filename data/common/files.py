@@ -47,7 +47,8 @@ def names_path(path: Path, remedy: Callable[[], str] = lambda: "free some, or na
             if isinstance(error, ValueError) or not any(sign in message for sign in _FULL_SIGNS):
                 raise
             number = next((known for known in _FULL if os.strerror(known) in message), errno.ENOSPC)
-        if isinstance(named := getattr(error, "filename", None), str) and not Path(named).is_relative_to(path.parent):
+        named = getattr(error, "filename2", None) or getattr(error, "filename", None)  # the first: of a copy
+        if isinstance(named, str) and not Path(named).is_relative_to(path.parent):
             path = Path(named)  # a library's own, as in TMPDIR
         there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
         what = _FULL[number].format(free=shutil.disk_usage(there).free / 2**20)

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -55,16 +55,12 @@ class AnswerJournal:
                 yield index, Answer(list(kept.tokens), kept.finish, kept.is_own)
         if not rest:
             return
-        with ExitStack() as closing:
-            with names_path(self._path):
-                file = closing.enter_context(self._path.open("a", encoding="utf-8"))
-            ended = self._answerer([prompts[index] for index in rest], [limits[index] for index in rest])
-            for place, answer in ended:
-                index = rest[place]
-                with names_path(self._path):
-                    file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
-                    file.flush()
-                yield index, answer
+        ended = self._answerer([prompts[index] for index in rest], [limits[index] for index in rest])
+        for place, answer in ended:
+            index = rest[place]
+            with names_path(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
+            yield index, answer
 
 
 def count_answers(path: Path) -> int:

@@ -154,7 +154,8 @@ class AnswerServer:
                 if isinstance(error, http.client.InvalidURL):
                     break
                 if isinstance(error, TimeoutError):
-                    remedy = f"If an answer takes more than {longest:.0f} s, lower --concurrency. "
+                    remedy = f"If an answer takes more than {longest:.0f} s, lower --concurrency, or, with another "
+                    remedy += "output, --max_new_tokens. "
             if failed >= len(_PAUSES) and not full:
                 break
             if not full and not self._told:
@@ -164,7 +165,7 @@ class AnswerServer:
             repeated, failed = repeated + full, failed + (not full)
         raise ValueError(
             f"base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
-            f"{remedy}The same command goes on where this one ended"
+            f"{remedy}The same command, without --overwrite, goes on where this one ended"
         )
 
 

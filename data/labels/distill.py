@@ -83,9 +83,9 @@ def distill(
     answerer: writes the answers of `labels="generate"` (`inference.answers.TargetAnswerer`); None: the server of
         `options`.
     A run that was killed continues where it was when it is called again with the same arguments: finished shards are
-    kept, and of others the answers that had ended (`answer_journal`). ValueError for a finished output, or one that
-    other arguments began, unless `overwrite`, for one that another run writes, and where every conversation is left
-    out.
+    kept, and of others the answers that had ended (`answer_journal`); `skip_bad_rows` may be added. ValueError for a
+    finished output, or one of which other arguments made a part, unless `overwrite`, for one that another run writes,
+    and where every conversation is left out.
     Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
     distiller = Distiller(target, options, answerer)
@@ -117,8 +117,8 @@ def distill(
     resume_hint = folder.resume_hint if processes.rank == 0 else lambda: ""  # the first process collects
 
     def remedy() -> str:
-        hint = resume_hint()
-        return f"lower batch_size, or use device auto, or a smaller dtype and another output{hint and f'; {hint}'}"
+        remedies = "lower batch_size, or use device auto in one process, or a smaller dtype and another output"
+        return f"{remedies}; {resume_hint()}".removesuffix("; ")
 
     out_of_memory = explain_out_of_memory("distillation", remedy)
     with out_of_memory, on_interrupt(resume_hint), progress_bar(first="distilling", show=show_progress) as show:
@@ -192,7 +192,7 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
     if dropped and not manifest["counts"]["rows"]:
         raise ValueError(
             f"no row is left: all {len(dropped)} are left out, the first, {dropped[0]['place']}, because "
-            f"{dropped[0]['reason']}; choose a max_length above {distiller.max_length} or other rows, and set overwrite"
+            f"{dropped[0]['reason']}; take other rows, or settings that do not leave them out, and set overwrite"
         )
 
 

@@ -18,7 +18,10 @@ _READ_WITH = {
 
 @dataclass
 class DistillOptions(DatasetOptions):
-    """Everything but the target, the source and the output. Those below the line may change when a run is resumed."""
+    """Everything but the target, the source and the output.
+
+    Those below the line may change when a run is resumed; skip_bad_rows may be added.
+    """
 
     labels: str = option(
         "argmax",

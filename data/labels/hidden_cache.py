@@ -58,8 +58,9 @@ def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, o
     )
     if needed > free:
         raise ValueError(
-            f"hidden_states does not fit on the disk of {output} ({line}); lower limit or max_length, pick a "
-            "16-bit type, or leave it out: hidden states are then recomputed in training"
+            f"hidden_states does not fit on the disk of {output} ({line}); free some, or with another output "
+            "lower limit or max_length, pick a 16-bit type, or leave it out: hidden states are then recomputed in "
+            "training"
         )
     return line
 

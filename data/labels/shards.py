@@ -55,7 +55,7 @@ _OWN_FILES = re.compile(
 )
 """What a distillation has in its folder; those before shards also where a kill has left no manifest."""
 _JOURNAL = ".answers.jsonl"
-_REMEDY = "make the folder again with overwrite"
+_REMEDY = "make the folder again with overwrite, or another one"
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
 
@@ -99,9 +99,10 @@ class ShardFolder:
 
     @classmethod
     def open(cls, output: str, header: dict[str, Any], overwrite: bool) -> ShardFolder:
-        """Start an output, or continue one of the same command; ValueError for anything else.
+        """Start an output, or continue one of the same command; ValueError for one of which another made a part.
 
-        `header` holds the manifest's `_HEADER` fields; two commands are the same when all of them are equal.
+        `header` holds the manifest's `_HEADER` fields; two commands are the same when all of them are equal, but for
+        `skip_bad_rows`, which a later one may add.
         """
         folder = Path(output)
         if folder.exists() and not folder.is_dir():
@@ -267,7 +268,10 @@ class ShardFolder:
         """Mark the folder complete; ValueError if a shard is missing."""
         self.collect()
         if self.missing(self.manifest["data"]["rows"], self.manifest["settings"]["shard_rows"]):
-            raise ValueError(f"{self.folder} lacks shards of a process that ended early; run the same command again")
+            raise ValueError(
+                f"{self.folder} lacks shards of a process that ended early; the same command, without "
+                "--overwrite, makes them"
+            )
         self.manifest["complete"] = True
         self._save()
         (self.folder / LOCK).unlink(missing_ok=True)
@@ -294,7 +298,8 @@ def load_distilled(path: str) -> DistilledDataset:
     if not manifest["complete"]:
         done = len(manifest["shards"])
         raise ValueError(
-            f"{path} is not complete ({done} shards written); run the same scripts/distill.py command again"
+            f"{path} is not complete ({done} shards written); the same scripts/distill.py command, without "
+            "--overwrite, goes on there"
         )
     processes, damage = Processes.current(), None
     node = processes.on_this_node()
@@ -303,7 +308,7 @@ def load_distilled(path: str) -> DistilledDataset:
             damage = f"{folder / shard['file']} {wrong}"
             break
     if (damage := processes.first_of(damage)) is not None:
-        raise ValueError(f"{damage}; the same scripts/distill.py command makes this shard again")
+        raise ValueError(f"{damage}; the same scripts/distill.py command, without --overwrite, makes this shard again")
     files = [str(folder / shard["file"]) for shard in manifest["shards"] if shard["rows"]]
     rows = sum(shard["rows"] for shard in manifest["shards"])
     if not (files or manifest["counts"].get("rows")):

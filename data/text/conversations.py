@@ -123,7 +123,7 @@ class Conversations:
     source: str
     dataset: datasets.Dataset  # `conversation_of` reads its rows; also id, and place in its file: "line 3" or "row 3"
     bad_rows: list[BadRow] = field(default_factory=list)  # in the order of the file
-    repeated: int = 0  # rows left out because an earlier one asks the same (`generate`)
+    repeated: int = 0  # rows left out because an earlier one would give the same (`generate`)
 
 
 def read_conversations(
@@ -137,7 +137,7 @@ def read_conversations(
     """Read `source` up to the `limit`th sound row; ConversationError at the first bad row unless `skip_bad_rows`.
 
     asked: names what is asked in a conversation, where the target will write the answers: rows need none, and those
-    that ask what an earlier row asks are left out and counted
+    that ask what an earlier row asks, with the same turns to train on, are left out and counted
     config: of a dataset that has several configurations, the one to read; a file has neither them nor splits
     """
     for name, value in (("split", None if split == "train" else split), ("dataset_config", config)):

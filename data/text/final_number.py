@@ -53,6 +53,7 @@ _BEFORE_A_NUMBER = re.compile(rf"{_DECORATION}*(?:(?:about|exactly|approximately
 _AFTER_A_NUMBER = re.compile(  # `3 red apples`, `2 cups/day`
     rf"{_DECORATION}*+(?:/?{_WORD}(?:(?:{_DECORATION}++/?|/){_WORD}){{0,2}}{_DECORATION}*+)?"
 )
+_AROUND = re.compile(r"^(?:[ \t\r*_`${}]|\.{2,}|\.(?!\d))+|[ \t\r*_`$.{}]+$")  # a number alone, not the point of .5
 _NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
 
 
@@ -75,7 +76,7 @@ def gsm8k_answer(text: str) -> Decimal | None:
     text = _LATEX_FRACTION.sub(lambda found: f"{f'{found[1].strip()} ' if found[1] else ''}{found[2]}/{found[3]}", text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Decimal(found[2]) / Decimal(found[3])), text)
     parts = _MARK.split(text)[1:]
-    plain = [_NUMBER.fullmatch(part.split("\n", 1)[0].strip(" \t\r*_`$.{}")) for part in parts]
+    plain = [_NUMBER.fullmatch(_AROUND.sub("", part.split("\n", 1)[0])) for part in parts]
     if official := [found[0] for found in plain if found]:  # `#### 18`, as references have it
         return _decimal(official[-1])
     parts = [

@@ -68,7 +68,7 @@ def read_report(file: Path) -> Report:
         found = f"{file.parent} holds none" if folder else f"{file} does not exist"
         found += "; name the --output of an evaluation"
         if folder and (file.parent / "parts").is_dir():
-            found = f"{file.parent} holds an unfinished run; repeat its command"
+            found = f"{file.parent} holds an unfinished run; repeat its command, without --overwrite"
         raise ValueError(f"a report is a folder with report.json, or that file; {found}")
     remedy = "repeat the evaluation with --overwrite"
     try:

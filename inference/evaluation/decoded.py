@@ -123,6 +123,7 @@ class DecodedGroup:
     findings   the drafters' own statistics of that run when the group was decoded
     expected   the oracle's answer to every prompt of `records`, when it has given them
     processes  of that run, which share a machine's cores
+    threads    of each, and what they do while they wait; "" in groups of older versions
     """
 
     run: str
@@ -131,6 +132,7 @@ class DecodedGroup:
     expected: dict[Prompt, list[int]] | None = None
     time: float = field(default_factory=time.time)
     processes: int = 1
+    threads: str = ""
 
 
 class DecodedFolder:

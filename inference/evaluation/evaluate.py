@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from draft_heads.configs.waiting import threads_in_use
 from draft_heads.data.common.processes import ALONE, Processes
 from draft_heads.data.text.benchmarks import Question
 from draft_heads.data.text.rendering import ConversationError, Extra, Messages
@@ -74,6 +75,7 @@ class Evaluation:
     carried_over  see `evaluation.carried_over`
     lossy     the drafters whose drafts were accepted by a rule that is not lossless
     processes  of each run of the program that answered: how many, as they share a machine
+    threads   of each of them, and what they did while they waited
     """
 
     benchmarks: Sequence[Benchmark]
@@ -88,6 +90,7 @@ class Evaluation:
     carried_over: dict[str, dict[str, Any]] = field(default_factory=dict)
     lossy: frozenset[str] = frozenset()
     processes: Sequence[int] = (1,)
+    threads: Sequence[str] = ()
 
 
 def groups_of(benchmarks: Sequence[Benchmark], group_size: int = 1) -> list[Group]:
@@ -136,7 +139,7 @@ def decode(
                 progress(f"{group.benchmark}: {name}", number * len(engines) + position, total)
                 records += answer_questions(name, engines[name], oracle, benchmark, questions, render, meter)
             own = subtract_counts(findings_of(drafters), before)
-            store.put(group, DecodedGroup(run, records, own, processes=processes.count))
+            store.put(group, DecodedGroup(run, records, own, processes=processes.count, threads=threads_in_use()))
     finally:
         gc.unfreeze()
     progress("decoded", total, total)
@@ -170,7 +173,10 @@ def judge_decoded(
     for group in groups_of(benchmarks, group_size):
         decoded = store.get(group)
         if decoded is None or decoded.expected is None:
-            raise ValueError(f"the questions of {group} are missing; a process ended early: run the same command again")
+            raise ValueError(
+                f"the questions of {group} are missing; a process ended early: the same command, "
+                "without --overwrite, goes on there"
+            )
         oracle.add_answers(decoded.expected)
         found.append(decoded)
     records = [record for decoded in found for record in decoded.records]
@@ -187,6 +193,7 @@ def judge_decoded(
     lossy = frozenset(name for name, drafter in first.items() if typical and drafter.max_nodes)
     facts: dict[str, Any] = described(first) | {"findings": total_findings(found), "carried_over": carried}
     facts["processes"] = sorted({decoded.processes for decoded in found})
+    facts["threads"] = sorted({decoded.threads for decoded in found} - {""})
     facts["kinds"] |= {name: TRANSFORMERS for name, engine in engines.items() if isinstance(engine, HFGenerate)}
     return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, lossy=lossy, **facts)
 

@@ -76,7 +76,7 @@ class HFAssisted(HFGenerate):
         self._assistants_own = None if assistant is None else deepcopy(assistant.generation_config)
 
     def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation:
-        """As `HFGenerate.generate`; a step is a round of `generate`, and drafting is counted as verification."""
+        """As `HFGenerate.generate`; a step is a round of `generate`, whose parts are not timed apart."""
         stopper = Stopper(settings, self.target, room(self.target, len(prompt_ids), settings.max_new_tokens))
         answer, clock = Generation(), Clock()
         more = {}
@@ -90,7 +90,7 @@ class HFAssisted(HFGenerate):
         finally:
             counted.remove()
         clock.lap("verify")
-        answer.seconds = clock.seconds(self.target.device)
+        answer.seconds = {"total": clock.seconds(self.target.device)["total"]}
         return answer
 
 

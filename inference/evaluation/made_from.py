@@ -14,6 +14,7 @@ from draft_heads.data.common.files import checksum, read_object, write_text
 from draft_heads.data.common.pretrained import MAY_BE_MISSING
 
 NOTE = "made_from.json"
+_AGAIN = '{"again": true}\n'
 _OF_MODELS = (".json", ".safetensors", ".bin", ".npy", ".jinja", ".model", ".txt", ".py")
 _LARGE = 2**30  # bytes
 
@@ -47,6 +48,19 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
         return [] if before == now else [f"{name} was {before!r}, now {now!r}"]
     inside = {key: f"{name}.{key}" if name else key for key in before | now}
     return [text for key, path in inside.items() for text in differences(before.get(key), now.get(key), path)]
+
+
+def make_again(folders: Path) -> None:
+    """Note in every folder in `folders` with results that they are to be replaced: also by a later command, which goes
+    on where this one is interrupted."""
+    for note in folders.glob(f"*/{NOTE}"):
+        write_text(note, _AGAIN)
+
+
+def is_made_again(folder: Path) -> bool:
+    """Whether `make_again` was called for it, and nothing has been made since."""
+    note = folder / NOTE
+    return note.is_file() and note.read_text(encoding="utf-8", errors="replace") == _AGAIN
 
 
 def must_be_made(

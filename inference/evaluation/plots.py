@@ -25,7 +25,7 @@ BASELINE_GREYS = {"vanilla": "#8c8c8c", "transformers": "#bfbfbf"}
 DRAFTER_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442")
 TIME_COLOURS = {"draft": "#e69f00", "verify": "#0072b2", "accept": "#009e73", "other": "#c8c8c8"}
 TIME_LABELS = {"draft": "drafting", "verify": "target's forward", "accept": "accepting", "other": "other"}
-UNKNOWN = "not known: a GPU computes beside the host"
+UNKNOWN = "not known: steps that a GPU computes beside the host, or that are none"
 
 
 def speedup(report: Report) -> Figure:

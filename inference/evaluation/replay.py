@@ -176,7 +176,7 @@ def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Q
     if missing := [answer.question_id for answer in answers.values() if answer.question_id not in known]:
         raise ValueError(
             f"every answered question must be in --questions; it lacks {some(missing)}; pass the file that was "
-            "answered, --limit N for its first N, or leave --questions out"
+            "answered, --limit N for its first N, or, without --target and --chat_template, no --questions"
         )
     found = [known[answer.question_id] for answer in answers.values()]
     for question, answer in zip(found, answers.values()):

@@ -57,6 +57,8 @@ def build_report(
         results = [without_shared_seconds(row) for row in results]
     if target is not None:
         settings = {**settings, "plain_loop": plain_loop(evaluation), "processes": list(evaluation.processes)}
+        if len(evaluation.threads) > 1:  # a run that went on in another surrounding
+            settings["threads_of_runs"] = list(evaluation.threads)
     return {
         "target": relative_paths(target),
         "settings": relative_paths(settings),

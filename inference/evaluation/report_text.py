@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draft_heads.configs.waiting import threads_text
 from draft_heads.data.generation_config import settings_text
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
@@ -203,8 +204,8 @@ def target_sentence(report: dict[str, Any]) -> str:
     if target is None:
         return f"Answers `{report['settings']['answers']}`."
     machine = report["environment"]
-    threads = f"{machine['threads']} threads that {machine['waiting_threads']} while they wait"
-    place = machine["accelerator"] or ("1 thread" if machine["threads"] == 1 else threads)
+    runs = report["settings"].get("threads_of_runs", [threads_text(machine["threads"], machine["waiting_threads"])])
+    place = machine["accelerator"] or " or ".join(runs)
     precision = f"{target['dtype']} on {target['device']}"
     shared = " and ".join(map(str, report["settings"].get("processes", [1])))
     place += "" if shared == "1" else f", {shared} processes"
@@ -230,7 +231,8 @@ def cut_note(report: dict[str, Any]) -> list[str]:
     cut, turns = (by_benchmark(report, key) for key in ("cut", "turns"))
     counts = [f"{name} {span(each)} of {span(turns[name])}" for name, each in cut.items() if max(each)]
     rule = "Answers cut at the longest length or the end of the context"
-    rule += ", and scored as far as they go" if scores_note(report) else ""
+    scored = {row["benchmark"] for row in overall(report["results"]) if score_of(row)[0]}
+    rule += ", and scored as far as they go" if any(max(each) for name, each in cut.items() if name in scored) else ""
     return [f"{rule}: {', '.join(counts)}."] if counts else []
 
 

@@ -142,7 +142,9 @@ def test_two_builds_in_one_folder_are_refused(tmp_path, source):
     folder, tokenizer = tmp_path / "out", load_chat_tokenizer(TINY)
     with lock_folder(folder, "--output"), pytest.raises(ValueError, match="is being written by another run"):
         build_datastore(str(source), tokenizer, folder)
-    build_datastore(str(source), tokenizer, folder)
+    build_datastore(str(source), tokenizer, folder, overwrite=False)
+    with pytest.raises(ValueError, match=f"{folder} was finished by another run meanwhile"):
+        build_datastore(str(source), tokenizer, folder, overwrite=False)
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, *sorted(f"{name}.npy" for name in ARRAYS)]
 
 

@@ -165,6 +165,7 @@ def test_generate_with_drafts_of_its_own_gives_the_same_answer_in_rounds(target,
                 given = hf_engine(target, words).generate(prompt, settings)
             assert (given.tokens, given.finish_reason) == (plain.tokens, plain.finish_reason)
             assert sum(given.accept_lengths) == len(given.tokens) == len(given.sources)
+            assert given.seconds.keys() == {"total"}  # drafting and verification are not timed apart
         if stop is None and not sampling:
             assert given.target_steps < len(given.tokens)  # its own assistant is always right
 

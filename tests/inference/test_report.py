@@ -182,6 +182,10 @@ def test_processes_that_shared_a_machine_are_told(evaluation, report):
     assert report["settings"]["processes"] == [1] and "processes." not in markdown(report)
     shared = markdown(build_report(replace(evaluation, processes=[1, 8]), TARGET, SETTINGS, 0))  # resumed with more
     assert ", 1 and 8 processes." in shared and "| processes | 1 8 |" in shared
+    assert "threads_of_runs" not in report["settings"]
+    runs = ["1 thread", "2 threads that spin while they wait"]
+    resumed = markdown(build_report(replace(evaluation, threads=runs), TARGET, SETTINGS, 0))
+    assert ", float32 on cpu, 1 thread or 2 threads that spin while they wait." in resumed
 
 
 def test_paths_below_the_working_directory_are_relative(tmp_path, monkeypatch, evaluation):
@@ -217,6 +221,11 @@ def test_answers_that_were_cut_are_counted_beside_their_scores(report):
     assert counts[None, "vanilla"] == 0
     note = "Answers cut at the longest length or the end of the context, and scored as far as they go: bench 0–2 of 4."
     assert note in markdown(found) and "Answers cut" not in markdown(report)
+    for row in found["results"]:  # another benchmark is the one that has scores
+        row["score"] = None
+    other = [row | {"benchmark": "other", "cut": 0, "score": {"accuracy": 1.0}} for row in found["results"]]
+    found["results"] += other
+    assert "the end of the context: bench 0–2 of 4." in markdown(found)
 
 
 @pytest.mark.parametrize("turns", [(19, 25), (25, 19)])

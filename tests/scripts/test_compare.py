@@ -265,7 +265,9 @@ def test_a_report_that_cannot_be_read_is_named_with_the_remedy(folders, capsys, 
     whole = (tmp_path / "b/report/report.json").read_text()
     bad = tmp_path / "bad"
     (bad / "parts").mkdir(parents=True)
-    assert f"{bad} holds an unfinished run; repeat its command" in refusal([folders[0], str(bad)], capsys)
+    assert f"{bad} holds an unfinished run; repeat its command, without --overwrite" in refusal(
+        [folders[0], str(bad)], capsys
+    )
     (bad / "parts").rmdir()
     for absent in (tmp_path / "absent", tmp_path / "absent" / "report.json", tmp_path / "a" / "other.json"):
         said = refusal([folders[0], str(absent)], capsys)

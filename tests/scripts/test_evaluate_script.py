@@ -109,6 +109,15 @@ def test_a_full_disk_is_told_with_its_path_and_the_same_command_goes_on(after, c
     assert evaluate.main([*command, "--limit", "1"]) == 0
 
 
+def test_questions_that_all_are_too_long_leave_the_folder_to_shorter_ones(command, tmp_path, capsys):
+    (tmp_path / "mt.jsonl").write_text(json.dumps({"question_id": 7, "turns": ["long " * 30]}))
+    words = command[: command.index(f"sums={tmp_path / 'gsm.jsonl'}")] + ["--max_new_tokens", "8", "--device", "cpu"]
+    assert evaluate.main(words) == 2
+    assert "none of the 1 questions does; shorten them" in capsys.readouterr().err
+    (tmp_path / "mt.jsonl").write_text(json.dumps({"question_id": 7, "turns": ["Hi"]}))
+    assert evaluate.main(words) == 0
+
+
 def test_limit_takes_the_first_questions_of_each_benchmark(command, tmp_path):
     assert evaluate.main([*command, "--limit", "1"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -39,6 +39,9 @@ def test_everything_of_a_trained_head_is_told(tmp_path, monkeypatch, capsys):
     disturbed(CTCHead, CTCConfig, target="some/target", label_context=4).save_pretrained(tmp_path, PROVENANCE)
     status, text = told(monkeypatch, capsys, tmp_path)
     assert status == 0
+    epochs = {**PROVENANCE, "epochs": 0.352}  # which older heads do not know
+    disturbed(CTCHead, CTCConfig).save_pretrained(tmp_path / "new", epochs)
+    assert "1,200 steps (0.352 epochs) in 9.5 minutes" in told(monkeypatch, capsys, tmp_path / "new")[1]
     for words in (
         *(
             "ctc, ",

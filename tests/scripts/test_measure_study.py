@@ -8,7 +8,7 @@ import pytest
 
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.inference.evaluation import made_from
-from draft_heads.inference.evaluation.made_from import must_be_made
+from draft_heads.inference.evaluation.made_from import make_again, must_be_made
 from draft_heads.inference.evaluation.studies import read_study
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts import measure_study, tiny_study
@@ -61,6 +61,25 @@ def test_a_limit_is_of_the_parts_of_a_mix_and_generate_runs_where_it_is_compared
     assert "transformers" in alone and "transformers" not in mixed
 
 
+def test_what_was_to_be_measured_again_is_so_by_the_command_that_goes_on(decoded, tmp_path, monkeypatch):
+    """It is interrupted in the first decoding, with which evaluate.py itself goes on."""
+    measure, commands = decoded
+    measure()
+    make_again(tmp_path / "out")
+    evaluate = measure_study.evaluate.main
+    monkeypatch.setattr(measure_study.evaluate, "main", lambda words: 130)
+    with pytest.raises(SystemExit):
+        measure()
+    monkeypatch.setattr(measure_study.evaluate, "main", evaluate)
+    measure()
+    measure()  # finds all there
+    assert [words[words.index("--output") + 1] for words in commands] == 2 * [
+        str(tmp_path / "out" / "plain_both"),
+        str(tmp_path / "out" / "plain_a"),
+    ]
+    assert ["--overwrite" in words for words in commands] == [False, False, False, True]
+
+
 def test_what_a_drafter_learned_on_one_benchmark_does_not_count_on_another(tmp_path):
     mixes = {"first": "{of: [a], each: 3}", "second": "{of: [a], each: 3, consecutive: 1}"}
     asked = [{"turns": [f"{number} tables have {number + 2} ribbons each. How many?"]} for number in (3, 5, 8)]
@@ -83,8 +102,8 @@ def test_what_a_drafter_learned_on_one_benchmark_does_not_count_on_another(tmp_p
     assert after == alone  # `first` had the same questions
     without = dict.fromkeys(found[named])
     measure_study.write_study(read_study(str(study)), without, inputs, out, False)
-    told = "Not measured here, for want of a figure in what was measured (shares of time on a GPU, more drafts than a"
-    told += " head has): kept."
+    told = "Not measured here, for want of a figure in what was measured (a score that was not taken, shares of time"
+    told += " on a GPU or of `generate`, more drafts than a head has): kept."
     assert (out / "study.md").read_text().count(told) == 1
 
 

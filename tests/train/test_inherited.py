@@ -126,7 +126,6 @@ def test_a_flag_that_is_said_to_be_read_is_read(dataset, tmp_path, monkeypatch):
         ),
         ("--clip value --max_grad_norm 0", "--max_grad_norm 0.0: 0 turns clipping off"),
         ("--packing true --per_device_train_batch_size 1", "--per_device_train_batch_size 1: a row takes in"),
-        ("--dataloader_in_order false --dataloader_num_workers 0", "--dataloader_num_workers 0: there are no workers"),
         (
             "--warmup_steps 5 --lr_scheduler_type constant --max_steps 9",
             "--lr_scheduler_type constant: it has no warm-up",

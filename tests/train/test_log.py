@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from draft_heads.train.log import (
     MetricLines,
     StepsBar,
     TrainingLines,
+    check_losses,
     log_line,
     progress_callback,
 )
@@ -181,6 +183,32 @@ def test_a_batch_without_a_window_has_no_loss(monkeypatch):
     DraftHeadTrainer.log(trainer, {"loss": 2.25})
     DraftHeadTrainer.log(trainer, {"train_loss": 2.25})
     assert (logged[0]["loss"], logged[0]["loss_ce"], logged[1]["train_loss"]) == (3.0, 1.5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (0, "rows of the batch: b;"),
+        (1, "rows of the batch: b;"),
+        (2, "rows of the batch: b;"),
+        (3, "those of another process;"),
+    ],
+)
+def test_of_losses_that_are_no_number_the_first_is_told_whichever_process_had_it(tmp_path, other, told):
+    """Its gradients reach every process, whose later losses are none either. Own losses: 1 nan nan."""
+    batches = [
+        (torch.tensor(loss), torch.tensor([[token, 9]]), torch.ones(1, 2, dtype=torch.long))
+        for loss, token in ((1.0, 5), (float("nan"), 6), (float("nan"), 7))
+    ]
+    rows = datasets.Dataset.from_list([{"id": name, "input_ids": [token, 9]} for name, token in zip("abc", (5, 6, 7))])
+    trainer = SimpleNamespace(args=SimpleNamespace(device="cpu", output_dir=str(tmp_path)), train_dataset=rows)
+    trainer.accelerator = SimpleNamespace(gather=lambda own: torch.cat([own, torch.tensor([other])]))
+    trainer.state, trainer.longest = SimpleNamespace(global_step=4), 8
+    with pytest.raises(ValueError, match=rf"not a number by step 4; .*{told} begin anew \(--overwrite\)"):
+        check_losses(trainer, batches)
+    if other < 3:
+        trainer.accelerator.gather = lambda own: torch.zeros(2)
+        check_losses(trainer, batches[:1])
 
 
 def test_an_evaluation_before_a_resume_counts_if_its_simulation_was_the_same(tmp_path):

@@ -217,13 +217,11 @@ def test_loading_rows_draws_nothing_from_what_dropout_draws_from():
         "persistent_workers",
         "prefetch_factor",
         "multiprocessing_context",
-        "in_order",
     )
     given = dict.fromkeys(settings) | {
         "num_workers": 0,
         "pin_memory": False,
         "persistent_workers": False,
-        "in_order": True,
     }
     trainer = SimpleNamespace(
         args=SimpleNamespace(**{f"dataloader_{name}": value for name, value in given.items()}),
@@ -246,14 +244,17 @@ LAUNCH = "--num_processes 4 --num_machines 1 --mixed_precision no --dynamo_backe
         ({}, (), Path(sys.executable).name),
         ({"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}, (), "torchrun --nproc_per_node 4"),
         ("accelerate", (), "accelerate launch --num_processes 4"),
+        ("accelerate on two nodes", (), "accelerate launch --num_processes 8 --num_machines 2"),
         ({"LOCAL_SIZE": "2"}, ("--local_rank=1",), "deepspeed --num_gpus 2"),
     ],
 )
 def test_a_run_remembers_the_command_with_its_launcher(monkeypatch, environment, added, launcher):
-    if environment == "accelerate":  # as its launcher starts torch's
+    if str(environment).startswith("accelerate"):  # as its launcher starts torch's
+        nodes = 2 if environment.endswith("nodes") else 1
         flags = launch_command_parser().parse_args(LAUNCH.split())
         added_by_it = prepare_multi_gpu_env(flags).items() - os.environ.items()
         environment = {**dict(added_by_it), "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
+        environment["WORLD_SIZE"] = str(4 * nodes)
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -68,6 +68,8 @@ def test_a_full_disk_of_another_file_is_told_as_that_files(tmp_path):
         rule = rf"^{told} could not be written: its disk has"
         with pytest.raises(ValueError, match=rule), names_path(tmp_path / "file"):
             raise OSError(errno.ENOSPC, "No space left on device", str(name))
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/file could not be"), names_path(tmp_path / "file"):
+        raise OSError(errno.ENOSPC, "No space left on device", "/source/of/a/copy", None, str(tmp_path / "copy"))
 
 
 def test_an_array_that_does_not_fit_is_named(no_larger_files, tmp_path):

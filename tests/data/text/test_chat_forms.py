@@ -127,7 +127,7 @@ def test_an_answer_whose_thought_is_dropped_is_refused_and_an_earlier_one_is_cou
     assert renderer.shortened(chat) == [1] and not renderer.shortened([*chat[:1], {**chat[1], "trained": False}])
     assert sum("prompts end with" in line for line in caplog.messages) == 1
     keys = [CHAT[0], {**CHAT[1], "reasoning_content": "Hm."}, *CHAT[2:]]
-    assert [renderer.shortened(some) for some in (CHAT, keys)] == [0, 1]
+    assert [renderer.shortened(some) for some in (CHAT, keys)] == [[], [1]]
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tm
 
 @pytest.mark.parametrize("labels", ["argmax", "generate"])
 def test_an_output_without_a_row_is_an_error_that_says_why(target, source, tmp_path, labels):
-    reason = r"all 10 are left out, .* begins beyond max_length 4; choose a max_length above 4"
+    reason = r"all 10 are left out, .* begins beyond max_length 4; take other rows, or settings that do"
     with pytest.raises(ValueError, match=reason):
         run_distill(target, source, str(tmp_path / "out"), labels=labels, max_length=4)
 

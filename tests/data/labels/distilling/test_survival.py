@@ -62,7 +62,7 @@ def test_settings_that_a_first_failure_names_may_change_where_it_left_no_answer(
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="smaller dtype and another output; no shard"):
         patch.setattr(TargetAnswerer, "__call__", full)
         run_distill(target, source, str(tmp_path / "out"), **options)
-    assert list((tmp_path / "out").glob("*.answers.jsonl"))
+    (tmp_path / "out" / "shard-00000.answers.jsonl").write_text('{"prompt": ')  # a kill cut off the first line
     changed = options | {"max_new_tokens": 6, "shard_rows": 3}
     assert run_distill(target, source, str(tmp_path / "out"), **changed)["settings"]["max_new_tokens"] == 6
 
