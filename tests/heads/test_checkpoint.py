@@ -52,6 +52,28 @@ def test_a_head_and_its_history_survive_two_folders(tmp_path, kind):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+def test_weights_that_are_not_those_that_were_written_are_refused(tmp_path):
+    """A flipped bit, or the weights of another head of this shape; older heads have no checksum."""
+    for name in ("one", "two"):
+        head = make_head()
+        with torch.no_grad():
+            next(head.parameters()).mul_({"one": 1, "two": 2}[name])
+        head.save_pretrained(tmp_path / name, PROVENANCE)
+    weights = tmp_path / "one" / "model.safetensors"
+    own = weights.read_bytes()
+    flipped = bytearray(own)
+    flipped[-3] ^= 1
+    for other in (bytes(flipped), (tmp_path / "two" / "model.safetensors").read_bytes()):
+        weights.write_bytes(other)
+        with pytest.raises(ValueError, match=r"has other content than provenance\.json says.*copy the folder again"):
+            load_head(tmp_path / "one")
+    weights.write_bytes(own)
+    assert load_head(tmp_path / "one").provenance == PROVENANCE
+    weights.write_bytes(bytes(flipped))
+    (tmp_path / "one" / "provenance.json").write_text(json.dumps(PROVENANCE))
+    assert load_head(tmp_path / "one").provenance == PROVENANCE
+
+
 def test_the_card_says_what_hubs_and_people_read(tmp_path):
     make_head().save_pretrained(tmp_path, PROVENANCE)
     card = (tmp_path / "README.md").read_text()
