@@ -31,6 +31,17 @@ class MarkComplete(TrainerCallback):
     def __init__(self, progress: Callable[[], dict[str, Any]], limit: int | None = None) -> None:
         self.progress, self.limit = progress, limit
         self.step: int | None = None  # of the newest checkpoint that this run saved
+        self._evaluated: int | None = None  # the last step that it evaluated
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._evaluated = state.global_step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is evaluated once, and a checkpoint that has all of it is not written over."""
+        if self._evaluated == state.global_step:
+            control.should_evaluate = False
+        if self.step == state.global_step and not control.should_evaluate:
+            control.should_save = False
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when this process has written its files of the checkpoint."""

@@ -145,11 +145,15 @@ def _processes(args: HeadTrainingArguments) -> Processes:
 
 
 def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:
-    """The flags that decide what is learned, as JSON values; of evaluations those of a run that goes by them."""
+    """The flags that decide what is learned, as JSON values, but for those in whose place others are read; of
+    evaluations those of a run that goes by them."""
     plain, flags = (int, float, str, bool, type(None)), {*READ, *option_names(TrainingOptions)}
     training = {k: value for k, value in args.to_sanitized_dict().items() if k in flags and isinstance(value, plain)}
     settings = {**vars(run), **head, **training, "processes": args.world_size}
     settings["deepspeed_config"] = read_zero_config(args.deepspeed) if args.deepspeed else None
     by_evaluations = settings.get("load_best_model_at_end") or settings.get("lr_scheduler_type") in BY_METRIC
     free = _FREE if by_evaluations or settings.get("patience") else _FREE | _EVALUATE
-    return {key: value for key, value in settings.items() if key not in free}
+    ends = settings.get("max_minutes") or settings.get("max_steps", -1) > 0
+    unread = {"num_train_epochs"} if ends else set[str]()
+    unread |= {"per_device_train_batch_size"} if settings.get("tokens_per_batch") else set()
+    return {key: value for key, value in settings.items() if key not in free | unread}

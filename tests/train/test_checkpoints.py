@@ -50,6 +50,25 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("saved_at", "evaluated_at", "again"),
+    [(3, 3, (False, False)), (3, None, (True, True)), (None, 3, (False, True)), (2, 2, (True, True))],
+)
+def test_at_an_epochs_end_a_step_is_evaluated_once_and_saved_again_only_with_that(
+    tmp_path, saved_at, evaluated_at, again
+):
+    """As where the time is up, or SIGTERM comes, in the epoch's last step, the third."""
+    marks, args = MarkComplete(lambda: {"minutes": 1.0}), SimpleNamespace(output_dir=str(tmp_path), world_size=1)
+    state = SimpleNamespace(is_world_process_zero=False, best_model_checkpoint=None)
+    for step, told in ((evaluated_at, marks.on_evaluate), (saved_at, marks.on_save)):
+        state.global_step = step
+        if step is not None:
+            told(args, state, None)
+    state.global_step, control = 3, SimpleNamespace(should_evaluate=True, should_save=True)
+    marks.on_epoch_end(args, state, control)
+    assert (control.should_evaluate, control.should_save) == again
+
+
 def test_damage_is_found_by_size_or_checksum(tmp_path):
     saved(tmp_path, 1)
     checkpoint = tmp_path / "checkpoint-2"

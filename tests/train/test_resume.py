@@ -232,6 +232,22 @@ def test_a_run_that_goes_by_its_evaluations_is_resumed_with_the_same(dataset, tm
         assert ("eval_steps" in found) == kept and "save_steps" not in found
 
 
+def test_what_another_option_takes_the_place_of_is_no_setting_of_a_run():
+    """A run by time has transformers' loop end after 1e6 epochs, and one by tokens no rows in a batch."""
+    args = SimpleNamespace(world_size=1, deepspeed=None)
+    usual = {"num_train_epochs": 3.0, "max_steps": -1, "max_minutes": 0.0, "per_device_train_batch_size": 8}
+    usual |= {"tokens_per_batch": 0}
+    for given, dropped in (
+        ({}, set()),
+        ({"max_steps": 7}, {"num_train_epochs"}),
+        ({"max_minutes": 2.0, "num_train_epochs": 1e6}, {"num_train_epochs"}),
+        ({"tokens_per_batch": 900}, {"per_device_train_batch_size"}),
+    ):
+        args.to_sanitized_dict = lambda given=given: usual | given
+        found = run_settings(RunOptions(target="t", dataset=["d"]), {}, args)
+        assert usual.keys() - found.keys() == dropped
+
+
 def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     for flags in ([], ["--overwrite"]):
