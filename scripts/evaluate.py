@@ -17,6 +17,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status, on_interrupt, own_command
@@ -132,7 +133,7 @@ def decode_and_judge(
     # several batches, because slots are refilled and only the last ones run empty
     group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
     run = identity(options, target, benchmarks) | {"prompts": prompts}
-    processes.check_same({name: value for name, value in run.items() if name != "environment"})  # each node's own
+    processes.check_same({name: value for name, value in run.items() if name not in ("environment", "target_path")})
     with processes.first_alone() as first:
         if first:
             parts.begin(run, options.overwrite)
@@ -170,7 +171,8 @@ def decode_and_judge(
 
 
 def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """What an evaluation measures: an interrupted one goes on only if all of it is the same."""
+    """What an evaluation measures: an interrupted one goes on only if all of it is the same. The target's folder is a
+    part of it, as a fingerprint does not see all weights; it and the environment are each node's own."""
     described = describe_run(options, target)
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
     model["device"] = target.device.type
@@ -178,6 +180,7 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
     machine = {key: value for key, value in machine.items() if key not in ("time", "threads", "waiting_threads")}
     return {
         "target": model,
+        "target_path": str(Path(target.name).resolve()) if Path(target.name).is_dir() else target.name,
         "settings": described["settings"] | {"threads": options.threads},
         "environment": machine,
         "drafters": options.drafters,

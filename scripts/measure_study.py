@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from draft_heads.configs.waiting import threads_text
 from draft_heads.data.common.files import read_object, write_text
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.evaluation import carried_over
+from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.made_from import content_of, is_made_again, must_be_made
 from draft_heads.inference.evaluation.studies import (
@@ -29,11 +31,12 @@ from draft_heads.inference.evaluation.studies import (
     study_table,
 )
 from draft_heads.scripts import accuracy, evaluate
-from draft_heads.scripts.decoding_options import drafter_specs, parse_options
+from draft_heads.scripts.decoding_options import drafter_specs, loaded_by, parse_options
 from draft_heads.scripts.training_arms import Arm
 
 INTERRUPTED = 130
 ANEW = "add --overwrite to measure it again"
+ACCURACY = "accuracy"  # the folder of the heads' accuracies
 PASSED_ON = ("target_adapter", "chat_template", "dtype", "device", "attention", "threads")
 
 
@@ -133,6 +136,14 @@ def check_decoding(study: Study) -> None:
         raise ValueError(f"{study.name}: {error}") from None
 
 
+def measured_in(study: Study, inputs: Inputs, output: Path) -> list[Path]:
+    """The folders of the results that `measure` makes or takes over."""
+    able = [cell for cell in study.cells.values() if lacking(study, cell, inputs) is None]
+    folders = [output / f"{cell.run}_{cell.benchmark}" for cell in able if cell.of_report]
+    folders += [output / ACCURACY for cell in able if cell.measure == "accuracy"]
+    return list(dict.fromkeys(folders))
+
+
 def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str], float | None]:
     """(row, column) → value of every cell that can be measured, and whose category the benchmark has."""
     able = {place: cell for place, cell in study.cells.items() if lacking(study, cell, inputs) is None}
@@ -141,7 +152,7 @@ def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str],
         for run in study.runs
     }
     ranked = dict.fromkeys(cell.head for cell in able.values() if cell.measure == "accuracy")
-    ranks = accuracies({name: inputs.heads[name] for name in ranked}, inputs, output / "accuracy")
+    ranks = accuracies({name: inputs.heads[name] for name in ranked}, inputs, output / ACCURACY)
     dtype = next((row["dtype"] for rows in reports.values() for row in rows), None)
     described = dict.fromkeys(cell.head for cell in able.values() if cell.of_head)
     facts = {name: head_facts(inputs.heads[name], dtype) for name in described}
@@ -193,12 +204,13 @@ def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output
         folder, options = output / f"{run}_{name}", options_of(study, run, name, inputs.decoding)
         limit = options.pop("limit", None)
         asked = questions_of(study, name, inputs, limit)
-        made_from = decoded_from(name, asked, own, {**options, "limit": limit}, inputs)
-        overwrite = inputs.overwrite or is_made_again(folder)
+        named = [drafter_argument(cell, study, inputs.heads, inputs.draft_model) for cell in own.values()]
+        made_from = decoded_from(name, asked, own, named, {**options, "limit": limit}, inputs)
+        if overwrite := inputs.overwrite or is_made_again(folder):
+            DecodedFolder(folder).discard()  # of an earlier, interrupted run
         if must_be_made(folder, "report.json", made_from, overwrite):
             file = question_file(study, name, inputs, folder, asked)
             print(f"{study.name}, {run}: {len(own)} drafters on {name}", flush=True)
-            named = [drafter_argument(cell, study, inputs.heads, inputs.draft_model) for cell in own.values()]
             words = ["--target", inputs.target, "--drafters", *(named or ["vanilla"])]
             words += ["--benchmarks", f"{name}={file}", "--output", str(folder)]
             limit = None if name in study.mixes else limit
@@ -216,17 +228,29 @@ def loaded_from(options: Mapping[str, Any], inputs: Inputs) -> dict[str, Any]:
 
 
 def decoded_from(
-    benchmark: str, asked: Sequence[Any], drafters: Mapping[str, Cell], options: Mapping[str, Any], inputs: Inputs
+    benchmark: str,
+    asked: Sequence[Any],
+    drafters: Mapping[str, Cell],
+    arguments: Sequence[str],
+    options: Mapping[str, Any],
+    inputs: Inputs,
 ) -> dict[str, Any]:
-    """All that decides what a report says: questions, and files, by their content."""
+    """All that decides what a report says: questions, and files, by their content.
+
+    arguments: the drafters as scripts/evaluate.py gets them
+    """
     specs = {name: cell.drafter for name, cell in drafters.items()}
     words = {word for spec in specs.values() for word in re.split("[=:,+]", spec) if word and Path(word).exists()}
+    files = {word: content_of(word) for word in sorted(words)}
+    known = {str(inputs.draft_model), *(str(inputs.heads[cell.head]) for cell in drafters.values() if cell.head)}
+    for argument in arguments:  # also hub ids, and paths with the marks in them at which a specification was split
+        files |= {path: content for path, content in loaded_by(argument).items() if path not in known}
     return {
         **loaded_from(options, inputs),
         "drafters": specs,
         "heads": {cell.head: content_of(inputs.heads[cell.head]) for cell in drafters.values() if cell.head},
         "draft_model": content_of(inputs.draft_model or "") if "{draft_model}" in str(specs) else None,
-        "files": {word: content_of(word) for word in sorted(words)},
+        "files": files,
         "questions": {benchmark: hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]},
     }
 
@@ -266,6 +290,15 @@ def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path) -> dict[
     return read_object(output / "accuracy.json", ANEW, tuple(heads))
 
 
+def surroundings_of(report: Mapping[str, Any]) -> str:
+    """Type and place of a report's target, and what else its times depend on."""
+    target, machine = report.get("target") or {}, report.get("environment") or {}
+    place = machine.get("accelerator") or machine.get("processor") or "an unknown processor"
+    versions = ", ".join(f"{name} {machine.get(name)}" for name in ("torch", "transformers"))
+    threads = f"{threads_text(machine['threads'], machine['waiting_threads'])}, " if "threads" in machine else ""
+    return f"{target.get('dtype')} on {place}, {threads}{versions}"
+
+
 def write_study(
     study: Study, measured: Mapping[tuple[str, str], float | None], inputs: Inputs, output: Path, tiny: bool
 ) -> None:
@@ -295,11 +328,16 @@ def write_study(
     decodings = (
         f"{cell.run}_{cell.benchmark}" for at, cell in study.cells.items() if cell.of_report and at in measured
     )
+    surroundings = dict[str, list[str]]()  # in which reports were made, perhaps on several days
     for folder in dict.fromkeys(decodings):
         report = read_object(output / folder / "report.json", ANEW, ("carried_over", "settings"))
+        surroundings.setdefault(surroundings_of(report), []).append(folder)
         notes += [note for note in carried_over.notes(report["carried_over"]) if note not in notes]
         if (plain := report["settings"]["plain_loop"]) != "vanilla":
             notes.append(f"γ of {folder} is over {plain}, the faster of its loops without drafts.")
+    if len(surroundings) > 1:
+        places = "; ".join(f"{place} ({', '.join(folders)})" for place, folders in surroundings.items())
+        notes.append(f"Measured in several surroundings, whose times do not compare: {places}.")
     if tiny:
         notes.insert(0, "This is the tiny form: its figures mean nothing.")
     parts: list[str] = [f"# {study.title}", study_table(study, measured, target), *notes, *study.notes]

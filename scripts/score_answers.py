@@ -12,8 +12,10 @@ by position, β by output position, context length and turn, and accepted tokens
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -177,10 +179,19 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
 
 
 def check_writable(file: Path) -> None:
-    """ValueError unless --json can be written: a file, or none yet, in a folder."""
+    """ValueError unless --json can be written: none yet, or what an earlier call wrote, in a folder."""
     if file.is_dir() or not file.parent.is_dir():
         found = f"{file} is a folder" if file.is_dir() else f"{file.parent} is none"
         raise ValueError(f"--json names a file in a folder; {found}; name another file, or make the folder")
+    if file.exists() and not (file.is_file() and _is_own(file)):
+        raise ValueError(f"--json replaces none but its own files; {file} is another; name a new one, or remove it")
+
+
+def _is_own(file: Path) -> bool:
+    with suppress(ValueError):  # UnicodeDecodeError is one
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return isinstance(content, dict) and content.keys() == {"settings", "results"}
+    return False
 
 
 def run(arguments: list[str] | None) -> None:

@@ -29,7 +29,16 @@ from draft_heads.inference.evaluation.made_from import make_again
 from draft_heads.inference.evaluation.studies import Cell, Study, known_studies, read_study
 from draft_heads.scripts import tiny_study
 from draft_heads.scripts.decoding_options import check_positive, parse_benchmarks, target_parser
-from draft_heads.scripts.measure_study import PASSED_ON, Inputs, check_decoding, flags, measure, succeed, write_study
+from draft_heads.scripts.measure_study import (
+    PASSED_ON,
+    Inputs,
+    check_decoding,
+    flags,
+    measure,
+    measured_in,
+    succeed,
+    write_study,
+)
 from draft_heads.scripts.training_arms import ArmTrainer, arms_of, given_heads
 
 
@@ -102,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     inputs = Inputs(args.target, heads, files, args.draft_model, decoding, args.dataset or [], rows, args.overwrite)
     if args.overwrite:  # also of what an interruption leaves for the same command without it
         for study in studies:
-            make_again(args.output / study.name)
+            make_again(measured_in(study, inputs, args.output / study.name))
     for study in studies:
         output = args.output / study.name
         output.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from draft_heads.inference.evaluation.studies import Study, known_studies, read_
 from draft_heads.train.command import trainer_script
 
 ROOT = Path(__file__).resolve().parent.parent
+STEP_SECONDS = "step_seconds.json"
 CALIBRATION = (20, 80)  # steps of a short and a long run; the difference leaves loading out
 
 
@@ -140,7 +141,8 @@ class ArmTrainer:
         except ValueError:  # whose remedy is another schedule
             for arm in lacking:
                 if not (folders[arm.name] / "run").exists():  # nothing was made yet
-                    (folders[arm.name] / NOTE).unlink()
+                    for name in (NOTE, STEP_SECONDS):  # which are of this schedule
+                        (folders[arm.name] / name).unlink(missing_ok=True)
             raise
         with _pool(self.jobs) as pool:
             waiting = []
@@ -155,7 +157,7 @@ class ArmTrainer:
 
     def _step_seconds(self, arm: Arm) -> float:
         """Processor seconds of a step of an arm, kept in `step_seconds.json` of its folder."""
-        file = self.output / arm.name / "step_seconds.json"
+        file = self.output / arm.name / STEP_SECONDS
         if not file.is_file():
             short = ("--overwrite", "true", "--simulate_rows", "0", "--held_out", "8")
             few, many = (self._run(arm, file.parent / f"{steps}_steps", steps, *short) for steps in CALIBRATION)

@@ -1,6 +1,7 @@
 """One thread per test process, small tests first: the models are tiny and other processes may share the cores."""
 
 import os
+import resource
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,3 +27,12 @@ def pytest_configure(config):
         for lock, builders in build_locks().items():
             if builders is None:
                 lock.unlink()
+
+
+@pytest.fixture
+def no_larger_files():
+    """No file of this process may pass 4,096 bytes: what a full disk does to writers, without one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -56,11 +56,18 @@ class AnswerJournal:
         if not rest:
             return
         ended = self._answerer([prompts[index] for index in rest], [limits[index] for index in rest])
-        for place, answer in ended:
-            index = rest[place]
-            with names_path(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
-            yield index, answer
+        with names_path(self._path):  # opened now: what a later run puts in its place gets none of these answers
+            file = self._path.open("a", encoding="utf-8")
+        try:
+            for place, answer in ended:
+                index = rest[place]
+                with names_path(self._path):
+                    file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
+                    file.flush()
+                yield index, answer
+        finally:
+            with names_path(self._path):
+                file.close()
 
 
 def count_answers(path: Path) -> int:

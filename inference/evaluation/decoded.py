@@ -172,6 +172,12 @@ class DecodedFolder:
             )
         write_text(known, json.dumps(wanted, indent=2))
 
+    def discard(self) -> None:
+        """Remove what an earlier run has left; ValueError while one runs."""
+        if self.folder.is_dir():
+            with lock_folder(self.folder, "--output"):
+                self.clear()
+
     def clear(self) -> None:
         """Remove all groups."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,12 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
     return [text for key, path in inside.items() for text in differences(before.get(key), now.get(key), path)]
 
 
-def make_again(folders: Path) -> None:
-    """Note in every folder in `folders` with results that they are to be replaced: also by a later command, which goes
-    on where this one is interrupted."""
-    for note in folders.glob(f"*/{NOTE}"):
-        write_text(note, _AGAIN)
+def make_again(folders: Iterable[Path]) -> None:
+    """Note in the folders that have results that these are to be replaced: also by a later command, which goes on where
+    this one is interrupted."""
+    for folder in folders:
+        if (folder / NOTE).is_file():
+            write_text(folder / NOTE, _AGAIN)
 
 
 def is_made_again(folder: Path) -> bool:

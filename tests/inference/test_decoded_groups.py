@@ -67,6 +67,18 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
     assert json.loads((tmp_path / "parts" / "run.json").read_text()) == {"limit": 5}
 
 
+def test_what_an_interrupted_run_left_is_discarded_unless_it_runs(tmp_path):
+    parts = DecodedFolder(tmp_path)
+    parts.discard()  # nothing is there
+    parts.begin({"limit": 3}, False)
+    (parts.folder / "a-00000.json").write_text("{}")
+    with pytest.raises(ValueError, match="is being written by another run"):
+        DecodedFolder(tmp_path).discard()
+    parts._lock.close()
+    DecodedFolder(tmp_path).discard()
+    assert not parts.folder.exists()
+
+
 def test_groups_without_run_json_are_anothers_and_it_goes_last(tmp_path, monkeypatch):
     parts, removed, unlink = DecodedFolder(tmp_path), [], Path.unlink
 

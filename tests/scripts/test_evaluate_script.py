@@ -118,6 +118,21 @@ def test_questions_that_all_are_too_long_leave_the_folder_to_shorter_ones(comman
     assert evaluate.main(words) == 0
 
 
+def test_a_run_does_not_go_on_with_the_target_of_another_folder(command, target, tmp_path, capsys, monkeypatch):
+    """Of whose weights a fingerprint sees a few alone."""
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    shutil.copytree(target, tmp_path / "tuned")
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "judge_decoded", interrupted)
+        assert evaluate.main(command) == 130
+    assert evaluate.main([*command, "--target", str(tmp_path / "tuned")]) == 2
+    assert f"with other settings (target_path was '{target}', now '{tmp_path / 'tuned'}')" in capsys.readouterr().err
+    assert evaluate.main([*command, "--target", f"{target}/../{target.name}"]) == 0
+
+
 def test_limit_takes_the_first_questions_of_each_benchmark(command, tmp_path):
     assert evaluate.main([*command, "--limit", "1"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -1,6 +1,7 @@
 """What a study decodes, and which of its results are taken over when it is run again."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +48,7 @@ def decoded(monkeypatch, tmp_path):
     decoding = {"limit": 2, "chat_template": str(tmp_path / "t.jinja")}
     files = {name: str(tmp_path / name) for name in ("a", "b")}
     inputs = measure_study.Inputs(str(tmp_path / "target"), {"medusa": tmp_path / "head"}, files, None, decoding)
-    return lambda: measure_study.measure(study, inputs, tmp_path / "out"), commands
+    return partial(measure_study.measure, study, inputs, tmp_path / "out"), commands
 
 
 def test_a_limit_is_of_the_parts_of_a_mix_and_generate_runs_where_it_is_compared_with(decoded, tmp_path):
@@ -65,11 +66,23 @@ def test_what_was_to_be_measured_again_is_so_by_the_command_that_goes_on(decoded
     """It is interrupted in the first decoding, with which evaluate.py itself goes on."""
     measure, commands = decoded
     measure()
-    make_again(tmp_path / "out")
+    study, inputs, out = measure.args
+    for other in (
+        "heads/medusa",
+        "plain_c",
+    ):  # a trained head, of a study named `heads`; and no cell's
+        (out / other).mkdir(parents=True)
+        (out / other / "made_from.json").write_text("{}")
+    make_again(measure_study.measured_in(study, inputs, out))
+    assert all((out / other / "made_from.json").read_text() == "{}" for other in ("heads/medusa", "plain_c"))
+    parts = out / "plain_both" / "parts"  # of an earlier, interrupted run
+    parts.mkdir()
+    (parts / "both-00000.json").write_text("{}")
     evaluate = measure_study.evaluate.main
     monkeypatch.setattr(measure_study.evaluate, "main", lambda words: 130)
     with pytest.raises(SystemExit):
         measure()
+    assert not parts.exists()
     monkeypatch.setattr(measure_study.evaluate, "main", evaluate)
     measure()
     measure()  # finds all there
@@ -98,6 +111,13 @@ def test_what_a_drafter_learned_on_one_benchmark_does_not_count_on_another(tmp_p
     measure_study.write_study(read_study(str(study)), found[named], inputs, out, False)
     note = "so its β or its speed depends on those before: here one drafter answered all questions"
     assert (out / "study.md").read_text().count(note) == 1  # the same of both benchmarks
+    report = json.loads((out / "plain_first" / "report.json").read_text())
+    place = measure_study.surroundings_of(report)
+    report["environment"]["torch"], report["target"]["dtype"] = "1.2", "bfloat16"
+    (out / "plain_first" / "report.json").write_text(json.dumps(report))
+    measure_study.write_study(read_study(str(study)), found[named], inputs, out, False)
+    told = (out / "study.md").read_text().partition("whose times do not compare: bfloat16 on ")[2].splitlines()[0]
+    assert "torch 1.2" in told and told.endswith(f"(plain_first); {place} (plain_second).")
     (alone,), (_, after) = (values.values() for values in found.values())
     assert after == alone  # `first` had the same questions
     without = dict.fromkeys(found[named])

@@ -1,6 +1,7 @@
 """`scripts/score_answers.py` on small files whose figures are worked out by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -195,6 +196,17 @@ def test_a_baseline_without_seconds_gives_no_speed(files, tmp_path, capsys):
 def test_flags_without_effect_and_outputs_are_checked_first(flags, told, capsys):
     assert score_answers.main(["--answers", "absent.jsonl", "--baseline", "absent.jsonl", *flags]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_rows_replace_no_file_but_their_own(files, tmp_path, capsys):
+    own, report = tmp_path / "rows.json", tmp_path / "report.json"
+    report.write_text(json.dumps({"target": None, "settings": {}, "results": []}))
+    assert score_answers.main([*files, "--json", str(own)]) == score_answers.main([*files, "--json", str(own)]) == 0
+    for other in (report, Path(files[1])):
+        before = other.read_bytes()
+        assert score_answers.main([*files, "--json", str(other)]) == 2
+        assert f"--json replaces none but its own files; {other} is another" in capsys.readouterr().err
+        assert other.read_bytes() == before
 
 
 def test_a_question_the_questions_file_lacks_is_an_error(files, tmp_path, capsys):

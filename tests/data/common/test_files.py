@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import stat
 
 import numpy as np
@@ -14,15 +13,6 @@ from safetensors.torch import load_file
 from draft_heads.data.common.files import names_path, write_tensors, write_text
 from draft_heads.heads.medusa import MedusaConfig, MedusaHead
 from tests.heads.small import SIZES
-
-
-@pytest.fixture
-def no_larger_files():
-    """No file of this process may pass 4,096 bytes: what a full disk does to writers, without one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("umask, rights", [(0o022, 0o644), (0o007, 0o660)])

@@ -7,6 +7,8 @@ import shutil
 import pytest
 
 from draft_heads.data.common.files import sealed
+from draft_heads.data.labels.answer_journal import AnswerJournal, count_answers
+from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.shards import load_distilled
@@ -101,3 +103,24 @@ def test_a_manifest_that_names_other_numbers_of_rows_is_damaged(target, source, 
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"manifest\.json is damaged: its shards have \d+ rows, and it says"):
         load_distilled(str(tmp_path))
+
+
+def test_answers_of_a_process_that_outlives_its_run_stay_out_of_the_next_ones_file(tmp_path):
+    """The next run, with --overwrite, removes the file while the process writes on."""
+    path = tmp_path / "shard-00000.answers.jsonl"
+    old = AnswerJournal(lambda prompts, limits: iter([(0, Answer([5], "end")), (1, Answer([6], "end"))]), path)
+    writing = old([[1], [2]], [8, 8])
+    assert next(writing)[1].tokens == [5]
+    path.unlink()
+    new = AnswerJournal(lambda prompts, limits: iter([(0, Answer([7], "end"))]), path)
+    assert [answer.tokens for _, answer in new([[1]], [8])] == [[7]]
+    assert next(writing)[1].tokens == [6]
+    assert count_answers(path) == 1
+
+
+def test_a_disk_that_is_full_of_answers_is_told_by_the_name_of_their_file(tmp_path, no_larger_files):
+    """When an answer is written, and when the file is closed with what could not be written."""
+    path = tmp_path / "shard-00000.answers.jsonl"
+    journal = AnswerJournal(lambda prompts, limits: iter([(0, Answer([5] * 9999, "end"))]), path)
+    with pytest.raises(ValueError, match=rf"^{path} could not be written: "):
+        list(journal([[1]], [9999]))
