@@ -123,7 +123,7 @@ def _distilled_tokens(
         made_with = [distilled.manifest["target"]["path"], *filter(None, [settings.get("target_adapter")])]
         raise ValueError(
             f"a datastore has the tokenizer of the rows that it is made of; {folder} was distilled with {theirs}, got "
-            f"{ours}; pass the tokenizer of {' with the adapter '.join(made_with)}"
+            f"{ours}; pass {', or for its own tokens the adapter '.join(made_with)}"
         )
     rows = distilled.dataset
     names = [name for name in ("id", "conversation") if name in rows.column_names]  # older versions wrote the first

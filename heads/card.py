@@ -166,7 +166,7 @@ def trained(provenance: dict[str, Any]) -> str:
 def trained_for(provenance: dict[str, Any]) -> str:
     """The steps, how often they read the rows, which older heads do not know, and the minutes that they took."""
     steps, epochs, minutes = (provenance.get(name, 0) for name in ("steps", "epochs", "minutes"))
-    read = f" ({epochs:.3g} epochs)" if epochs else ""
+    read = f" ({epochs:{',.0f' if epochs >= 100 else '.3g'}} epochs)" if epochs else ""
     return f"{steps:,} steps{read}" + (f" in {minutes:g} minutes" if minutes else "")
 
 

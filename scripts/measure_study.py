@@ -21,7 +21,7 @@ from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.evaluation import carried_over
 from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
-from draft_heads.inference.evaluation.made_from import content_of, is_made_again, must_be_made
+from draft_heads.inference.evaluation.made_from import NOTE, content_of, is_made_again, must_be_made
 from draft_heads.inference.evaluation.studies import (
     PLAIN_RUN,
     Cell,
@@ -206,7 +206,9 @@ def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output
         asked = questions_of(study, name, inputs, limit)
         named = [drafter_argument(cell, study, inputs.heads, inputs.draft_model) for cell in own.values()]
         made_from = decoded_from(name, asked, own, named, {**options, "limit": limit}, inputs)
-        if overwrite := inputs.overwrite or is_made_again(folder):
+        begun = any((folder / file).is_file() for file in ("report.json", "parts/run.json"))
+        again = is_made_again(folder) or ((folder / NOTE).is_file() and not begun)  # interrupted before it began
+        if overwrite := inputs.overwrite or again:
             DecodedFolder(folder).discard()  # of an earlier, interrupted run
         if must_be_made(folder, "report.json", made_from, overwrite):
             file = question_file(study, name, inputs, folder, asked)

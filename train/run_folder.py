@@ -28,7 +28,14 @@ from draft_heads.train.zero_config import read_zero_config
 
 SETTINGS, RECIPE = "run.json", "recipe.yaml"
 _OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; a first file that a kill cut short
-_WRITTEN = _OWN | {SETTINGS, RECIPE, f".{RECIPE}.partial", "head", "loss.png"}  # and folders of checkpoints
+_WRITTEN = _OWN | {
+    SETTINGS,
+    RECIPE,
+    f".{RECIPE}.partial",
+    "head",
+    "loss.png",
+    ".loss.png.partial",
+}  # and folders of checkpoints
 _FREE = FREE | {"overwrite", "threads", "dataset"}  # datasets and DeepSpeed's configuration count by their content
 _EVALUATE = EVALUATE | {"simulate_rows", "simulate_nodes"}
 

@@ -122,8 +122,9 @@ class ShardFolder:
         for unfinished in opened._own("*.arrow.tmp"):  # of a killed run, which may have filled the disk
             unfinished.unlink()
         opened.collect()
-        if not opened.manifest["shards"] and not any(map(count_answers, opened._journals())):
-            opened.manifest = fresh  # other settings have made nothing
+        opened._goes_on = bool(opened.manifest["shards"]) or any(map(count_answers, opened._journals()))
+        if not opened._goes_on:  # other settings have made nothing
+            opened.manifest = fresh
         elif header["settings"].get("skip_bad_rows"):  # what was made before a bad row ended the run is the same
             opened.manifest["settings"]["skip_bad_rows"] = True
         if different := _differences(opened.manifest, header):
@@ -136,7 +137,6 @@ class ShardFolder:
             logger.warning("made again: %s", "; ".join(f"{file} {wrong}" for file, wrong in damaged.items()))
             shards = [shard for shard in opened.manifest["shards"] if shard["file"] not in damaged]
             opened.manifest |= {"shards": shards, "complete": False}
-        opened._goes_on = True
         if opened.manifest["complete"]:
             raise ValueError(f"output {output} is already complete; set overwrite to make it again")
         return opened

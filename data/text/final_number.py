@@ -53,7 +53,7 @@ _BEFORE_A_NUMBER = re.compile(rf"{_DECORATION}*(?:(?:about|exactly|approximately
 _AFTER_A_NUMBER = re.compile(  # `3 red apples`, `2 cups/day`
     rf"{_DECORATION}*+(?:/?{_WORD}(?:(?:{_DECORATION}++/?|/){_WORD}){{0,2}}{_DECORATION}*+)?"
 )
-_AROUND = re.compile(r"^(?:[ \t\r*_`${}]|\.{2,}|\.(?!\d))+|[ \t\r*_`$.{}]+$")  # a number alone, not the point of .5
+_BEFORE = re.compile(r"(?:[ \t\r*_`${}]|\.{2,}|\.(?!\d))+")  # a number that stands alone; not the point of .5
 _NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
 
 
@@ -76,7 +76,7 @@ def gsm8k_answer(text: str) -> Decimal | None:
     text = _LATEX_FRACTION.sub(lambda found: f"{f'{found[1].strip()} ' if found[1] else ''}{found[2]}/{found[3]}", text)
     text = _MIXED.sub(lambda found: str(int(found[1]) + Decimal(found[2]) / Decimal(found[3])), text)
     parts = _MARK.split(text)[1:]
-    plain = [_NUMBER.fullmatch(_AROUND.sub("", part.split("\n", 1)[0])) for part in parts]
+    plain = [_NUMBER.fullmatch(_alone(part.split("\n", 1)[0])) for part in parts]
     if official := [found[0] for found in plain if found]:  # `#### 18`, as references have it
         return _decimal(official[-1])
     parts = [
@@ -93,6 +93,13 @@ def gsm8k_answer(text: str) -> Decimal | None:
     if divided[-1:] == [True] and divided[:-1] != [True]:  # no date
         return _value([numbers[-2][0], "/", numbers[-1][0]])
     return _decimal(numbers[-1][0]) if numbers else None
+
+
+def _alone(line: str) -> str:
+    """A line without what stands around a number that is all it says."""
+    line = line.rstrip(" \t\r*_`$.{}")
+    before = _BEFORE.match(line)
+    return line[before.end() :] if before else line
 
 
 def _number_after_mark(text: str) -> tuple[Decimal | None, bool]:

@@ -247,8 +247,8 @@ def lossless_counts(records: Sequence[TurnRecord]) -> LosslessCounts:
 
 
 def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:
-    """Share of the decoding time of each part of a step; sums to 1, None when nothing was decoded, and on a GPU, whose
-    parts cannot be timed apart."""
+    """Share of the decoding time of each part of a step; sums to 1, None when nothing was decoded, and where parts are
+    not timed apart: on a GPU, and where `generate` drafts."""
     if not all(record.generation.seconds.keys() >= set(TIME_KEYS) for record in records):
         return None
     seconds = {key: sum(record.generation.seconds[key] for record in records) for key in TIME_KEYS}

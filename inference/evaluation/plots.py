@@ -104,6 +104,9 @@ def time_share(report: Report) -> Figure:
             dark = key in ("verify", "accept")
             axes.bar_label(bars, labels, label_type="center", color="white" if dark else "black", fontsize=8)
             left = [start + share for start, share in zip(left, shares)]
+        for place, total in enumerate(left if any(left) else []):
+            if not total:
+                axes.text(0.01, place, "not timed apart", va="center", fontsize=8)
         if not any(left):
             axes.text(0.5, 0.5, UNKNOWN, transform=axes.transAxes, ha="center", va="center")
         axes.set_xlabel("share of decoding time")

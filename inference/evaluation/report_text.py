@@ -232,8 +232,13 @@ def cut_note(report: dict[str, Any]) -> list[str]:
     counts = [f"{name} {span(each)} of {span(turns[name])}" for name, each in cut.items() if max(each)]
     rule = "Answers cut at the longest length or the end of the context"
     scored = {row["benchmark"] for row in overall(report["results"]) if score_of(row)[0]}
-    rule += ", and scored as far as they go" if any(max(each) for name, each in cut.items() if name in scored) else ""
-    return [f"{rule}: {', '.join(counts)}."] if counts else []
+    mentioned = [name for name, each in cut.items() if max(each)]
+    of_them = [name for name in mentioned if name in scored]
+    rule += ", and scored as far as they go" if of_them == mentioned else ""
+    rest = (
+        f"; those of {' and '.join(of_them)} are scored as far as they go" if of_them and of_them != mentioned else ""
+    )
+    return [f"{rule}: {', '.join(counts)}{rest}."] if counts else []
 
 
 def results_notes(report: dict[str, Any]) -> list[str]:

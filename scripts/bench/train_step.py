@@ -125,7 +125,8 @@ class Bench:
         layers = head_classes(kind)[1].usual_layers(self.target.config.num_hidden_layers)
         rows, _, _, self.collate = load_data(run, self.target, layers)
         self.collate.hidden_dtype = None  # both arms compute the target's states, where a dataset has them too
-        self.rows = rows.shuffle(seed=0).select(range(min(args.rows, len(rows))))  # states: by length
+        chosen = random.Random(0).sample(range(len(rows)), min(args.rows, len(rows)))  # with states they come by length
+        self.rows = rows.select(chosen)
         lengths = [min(length, self.collate.max_length) for length in row_lengths(self.rows)]
         self.tokens = sum(lengths)
         places = range(len(lengths))

@@ -136,7 +136,8 @@ def test_processes_share_the_questions_and_one_judges(tmp_path):
         judge_decoded(engines, oracle, asked, first)
     decode(engines, oracle, asked, render, second, processes=Processes(1, 2))
     assert figures(judge_decoded(engines, oracle, asked, first)) == figures(run(engines))
-    assert judge_decoded(engines, oracle, asked, DecodedFolder(tmp_path)).processes == [2]  # as their files say
+    judged = judge_decoded(engines, oracle, asked, DecodedFolder(tmp_path))
+    assert judged.processes == [2] and judged.threads == ["1 thread"]  # as their files say
 
 
 def test_findings_of_several_runs_are_added_and_ratios_averaged():

@@ -226,6 +226,10 @@ def test_answers_that_were_cut_are_counted_beside_their_scores(report):
     other = [row | {"benchmark": "other", "cut": 0, "score": {"accuracy": 1.0}} for row in found["results"]]
     found["results"] += other
     assert "the end of the context: bench 0–2 of 4." in markdown(found)
+    for row in other:
+        row["cut"] = 1
+    told = "the end of the context: bench 0–2 of 4, other 1 of 4; those of other are scored as far as they go."
+    assert told in markdown(found)
 
 
 @pytest.mark.parametrize("turns", [(19, 25), (25, 19)])

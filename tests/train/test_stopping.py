@@ -53,6 +53,8 @@ def test_the_steps_of_a_head_are_those_of_the_checkpoint_that_was_loaded(saved, 
     trainer = SimpleNamespace(args=SimpleNamespace(load_best_model_at_end=wanted), state=state)
     trainer._best = DraftHeadTrainer._best.fget(trainer)
     assert DraftHeadTrainer.steps.fget(trainer) == steps
+    state.epoch, trainer.steps = 3.0, steps
+    assert DraftHeadTrainer.epochs.fget(trainer) == steps / 2  # half an epoch each
 
 
 def received_after(monkeypatch, step):
