@@ -122,6 +122,7 @@ def run(arguments: Sequence[str] | None) -> None:
     for name, (_, held_out, parts, collator) in data.items():
         heads[name].config.end_token_ids = end_tokens(parts)  # of all heads alike: an imported one knows none
         results[name] = accuracies(heads[name], target, held_out, collator)
+    check_output(args.output, args.overwrite, "accuracy.json")  # again: another run may have ended meanwhile
     write_text(args.output / "accuracy.md", table(results))
     write_text(args.output / "accuracy.json", json.dumps(results, indent=1) + "\n")  # last: it says that all is there
     print(table(results))

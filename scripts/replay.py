@@ -92,6 +92,7 @@ def run(options: argparse.Namespace) -> None:
         tell_of_the_date(tokenizer, "answers that were recorded on another day are replayed after prompts of today")
     tell_of_another_tokenizer(answers.values(), tokenizer)
     tell_of_lossy_answers(answers.values())
+    check_output(options.output, options.overwrite)  # again: another run may have ended meanwhile
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
         name = options.answers.stem

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
@@ -104,14 +105,15 @@ def run(args: argparse.Namespace) -> None:
         load_distilled(folder)
     for name, file in files.items():
         load_benchmark(name, file, args.limit)
-    heads = {**given, **(arm_trainer(args).train(to_train) if to_train else {})}
     decoding = {name: getattr(args, name) for name in (*PASSED_ON, "max_new_tokens", "limit", "max_nodes")}
     decoding = {name: value for name, value in decoding.items() if value}
     rows = tiny_study.HELD_OUT if args.tiny else None
-    inputs = Inputs(args.target, heads, files, args.draft_model, decoding, args.dataset or [], rows, args.overwrite)
+    inputs = Inputs(args.target, given, files, args.draft_model, decoding, args.dataset or [], rows, args.overwrite)
     if args.overwrite:  # also of what an interruption leaves for the same command without it
         for study in studies:
             make_again(measured_in(study, inputs, args.output / study.name))
+    if to_train:
+        inputs = replace(inputs, heads={**given, **arm_trainer(args).train(to_train)})
     for study in studies:
         output = args.output / study.name
         output.mkdir(parents=True, exist_ok=True)

@@ -124,7 +124,7 @@ def _dataset_rows(
     if (Path(source) / "dataset_info.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
         if config and not is_copy:
             raise ValueError(f"{source} is a saved dataset without configurations; got {config}; leave it out")
-        loaded = datasets.load_from_disk(source)
+        loaded = datasets.load_from_disk(source).with_format(None)  # which may name some of the columns
     else:
         try:
             if Path(source).is_dir():

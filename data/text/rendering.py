@@ -26,15 +26,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.text.chat_text import ChatText, Extra
 from draft_heads.data.text.errors import ConversationError, check_unicode
 from draft_heads.data.text.marks import PLACEHOLDER, marked_calls
-from draft_heads.data.text.template_probe import Messages
+from draft_heads.data.text.template_probe import QUESTION, Messages
 from draft_heads.data.text.token_spans import (
+    Rendering,
     Turn,
     answer_tokens,
     between_blocks,
@@ -44,8 +46,10 @@ from draft_heads.data.text.token_spans import (
     end_between,
     end_of_placeholder,
     first_token,
+    found_around,
     is_bare,
     left_out,
+    misplaced,
     packed,
     part_in_block,
     unlocated,
@@ -56,16 +60,6 @@ from draft_heads.data.text.turns import last_question, texts_of, trained_answers
 __all__ = ["ConversationError", "Extra", "Messages", "check_unicode"]
 
 logger = logging.getLogger(__name__)
-
-
-class _Rendering(NamedTuple):
-    """A conversation, its text and its tokens."""
-
-    messages: Messages
-    extra: Extra
-    text: str
-    ids: list[int]
-    offsets: list[tuple[int, int]]
 
 
 def end_token_ids(
@@ -138,8 +132,10 @@ class ChatRenderer(ChatText):
         messages = self.answered(messages, extra)
         text = self.checked_text(messages, extra=extra)
         self.check_answers(text, messages, extra)
-        whole = _Rendering(messages, extra, text, *self._encode(text))
+        whole = Rendering(messages, extra, text, *self._encode(text))
         marked = self._block_mask(whole) if self.has_generation_block else None
+        if marked is not None and not self._blocks_are_found:
+            raise misplaced()
         mask, spans = [False] * len(whole.ids), {}
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and message.get("trained") is not False:
@@ -250,7 +246,7 @@ class ChatRenderer(ChatText):
 
     # ---- turns ---------------------------------------------------------------------------------------------
 
-    def _token_span(self, whole: _Rendering, number: int, marked: list[bool] | None) -> tuple[int, int]:
+    def _token_span(self, whole: Rendering, number: int, marked: list[bool] | None) -> tuple[int, int]:
         """[first, last) token to train of the assistant's turn `number`."""
         text, ids, offsets = whole.text, whole.ids, whole.offsets
         turn = self._locate(whole, number) or self._turn_of_block(whole, number, marked)
@@ -290,7 +286,7 @@ class ChatRenderer(ChatText):
         stop = last if stop is None else stop
         return (first, stop) if marked is None else part_in_block(turn, first, stop, text, offsets, marked)
 
-    def _locate(self, whole: _Rendering, number: int) -> Turn | None:
+    def _locate(self, whole: Rendering, number: int) -> Turn | None:
         """Characters of the assistant's turn `number`; None where the rendering does not show where it is."""
         messages, extra, text = whole.messages, whole.extra, whole.text
         message, history, rest = messages[number], messages[:number], messages[number + 1 :]
@@ -332,7 +328,7 @@ class ChatRenderer(ChatText):
         overlap = wordless and not text[content:start].strip()
         return Turn(start, aligned, content) if start <= content or overlap else alone
 
-    def _own_end(self, whole: _Rendering, number: int, turn: Turn) -> int:
+    def _own_end(self, whole: Rendering, number: int, turn: Turn) -> int:
         """Where the text ends that the template adds for a turn, whatever follows it."""
         if number + 1 == len(whole.messages):
             return len(whole.text)
@@ -363,7 +359,7 @@ class ChatRenderer(ChatText):
 
     # ---- {% generation %} blocks ---------------------------------------------------------------------------
 
-    def _block_mask(self, whole: _Rendering) -> list[bool]:
+    def _block_mask(self, whole: Rendering) -> list[bool]:
         """The tokens [L] that the template's blocks enclose."""
         messages, arguments = self._for_template(whole.messages), self._arguments(whole.extra)
         encoded: Any = self.tokenizer.apply_chat_template(
@@ -373,7 +369,17 @@ class ChatRenderer(ChatText):
             raise ConversationError("the chat template renders differently each time; it must not use the clock")
         return [bool(m) for m in encoded["assistant_masks"]]
 
-    def _turn_of_block(self, whole: _Rendering, number: int, marked: list[bool] | None) -> Turn:
+    @cached_property
+    def _blocks_are_found(self) -> bool:
+        """Whether blocks are found around answers; places of one in a macro are counted from where that begins."""
+        messages: Messages = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}]
+        with suppress(ConversationError):  # which it refuses
+            text = self.text(messages)
+            whole = Rendering(messages, {}, text, *self._encode(text))
+            return found_around(PLACEHOLDER, text, whole.offsets, self._block_mask(whole))
+        return True
+
+    def _turn_of_block(self, whole: Rendering, number: int, marked: list[bool] | None) -> Turn:
         """Characters of a turn that only its block shows: after rewritten turns, that of its number of one each."""
         roles = [message["role"] for message in whole.messages]
         prompt = self.text(whole.messages[:number], add_generation_prompt=True, extra=whole.extra)

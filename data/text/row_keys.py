@@ -35,8 +35,9 @@ SYSTEM = ("system", "system_prompt", "system_message")
 LISTS = ("tools", "functions", "documents")
 """Keys of a row that chat templates read as lists of objects; `functions` is the older name of `tools`."""
 
-ARGUMENTS = {*LISTS, "chat_template_kwargs", "enable_thinking", "thinking", "reasoning_effort", "builtin_tools"}
-ARGUMENTS |= {"tools_in_user_message", "date_string", "model_identity", "xml_tools", "python_tools"}
+_OF_TOOLS = ("builtin_tools", "xml_tools", "python_tools")
+ARGUMENTS = {*LISTS, *_OF_TOOLS, "chat_template_kwargs", "enable_thinking", "thinking", "reasoning_effort"}
+ARGUMENTS |= {"tools_in_user_message", "date_string", "model_identity"}
 """Keys of a row that are arguments of its chat template; `chat_template_kwargs` holds several of any name."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -300,8 +301,12 @@ def _text_or_none(turn: Any) -> str | None:
 
 def _arguments(key: str, value: Any) -> dict[str, Any]:
     """A template's further arguments that a row's key stands for; none for an empty list."""
-    if key in (*LISTS, "chat_template_kwargs"):
+    if key in (*LISTS, *_OF_TOOLS, "chat_template_kwargs"):
         value = _parse_json(key, value)
+    if key in _OF_TOOLS and not isinstance(value, list):  # whose letters a template would take for its items
+        raise ConversationError(f"{key!r} is a list, received {_kinds(value)}")
+    if key in _OF_TOOLS and not value:
+        return {}
     if key == "chat_template_kwargs":
         if not isinstance(value, dict):
             raise ConversationError(f"{key!r} is an object, received {type(value).__name__}")
@@ -320,7 +325,7 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
             return {}
         if key == "functions":
             return {"tools": [{"type": "function", "function": one} for one in value]}
-    if key in ("thinking", "enable_thinking") and not isinstance(value, bool):
+    if key in ("thinking", "enable_thinking", "tools_in_user_message") and not isinstance(value, bool):
         raise ConversationError(f"{key!r} of a row is true or false, received {type(value).__name__}")
     return {key: value}
 

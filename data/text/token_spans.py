@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from draft_heads.data.text.errors import ConversationError
-from draft_heads.data.text.template_probe import SOME
+from draft_heads.data.text.template_probe import SOME, Messages
 
 MOST_OF_SOME = 8
 """Tokens that `SOME` in a scaffold stands for."""
@@ -20,6 +20,16 @@ class Turn(NamedTuple):
     start: int  # where the target would start to write
     aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
     content: int  # end of the content
+
+
+class Rendering(NamedTuple):
+    """A conversation, its text and its tokens."""
+
+    messages: Messages
+    extra: Mapping[str, Any] | None
+    text: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]
 
 
 def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffold: Sequence[int]) -> list[int]:
@@ -73,9 +83,25 @@ def part_in_block(
     return first if from_start else begin, last if to_end else end + 1
 
 
+def found_around(answer: str, text: str, offsets: list[tuple[int, int]], marked: list[bool]) -> bool:
+    """Whether the marked tokens, where there are any, have all of an answer that stands in a text."""
+    start = text.find(answer)
+    end = start + len(answer)
+    inside = [mark for mark, (first, last) in zip(marked, offsets) if start <= first < last <= end]
+    return start < 0 or all(inside) or not any(marked)
+
+
 def is_bare(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], ends: Collection[int]) -> bool:
     """Whether tokens are those of `ends` and of white space alone."""
     return not any(text[slice(*place)].strip() for token, place in zip(ids, offsets) if token not in ends)
+
+
+def misplaced() -> ConversationError:
+    """The error of a template whose blocks are taken for other texts than theirs."""
+    return ConversationError(
+        "a {% generation %} block encloses what the assistant writes; that of this template is found around another "
+        "text, as transformers does in macros, {% set %} blocks and filters; move it out of them, or remove it"
+    )
 
 
 def untrained(number: int, answer: str) -> ConversationError:

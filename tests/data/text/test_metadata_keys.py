@@ -174,3 +174,23 @@ def test_metadata_may_be_nested_as_deeply_as_json_may():
     deep = json.loads("[" * 900 + "]" * 900)
     for key in ("metadata", "source", "num_sources"):
         assert parse_record({"messages": CHAT, key: deep}).messages == CHAT
+
+
+@pytest.mark.parametrize("key", ["builtin_tools", "xml_tools", "python_tools"])
+def test_tools_of_a_row_are_a_list_also_where_they_are_written_as_json(tmp_path, key):
+    """A template that goes through a text finds its letters."""
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Salut"}]}
+    for value, kept in ((["search"], {key: ["search"]}), ('["search"]', {key: ["search"]}), ([], {}), ("[]", {})):
+        for row in (chat | {key: value}, chat | {"chat_template_kwargs": {key: value}}):
+            assert parse_record(row).extra == kept
+    for value in ('"search"', "search", '{"a": 1}', {"a": 1}):
+        with pytest.raises(ConversationError, match=f"'{key}' is "):
+            parse_record(chat | {key: value})
+
+
+def test_a_flag_of_tools_is_true_or_false_also_where_it_is_written_as_a_text():
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Salut"}]}
+    found = [parse_record(chat | {"tools_in_user_message": value}).extra for value in (False, "false", "True")]
+    assert [extra["tools_in_user_message"] for extra in found] == [False, False, True]
+    with pytest.raises(ConversationError, match="'tools_in_user_message' of a row is true or false, received str"):
+        parse_record(chat | {"tools_in_user_message": "sometimes"})

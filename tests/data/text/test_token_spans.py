@@ -39,6 +39,36 @@ def test_what_stands_between_two_blocks_of_a_turn_is_not_trained_on():
     assert between_blocks(0, 4, text, offsets, [False] * 4) == between_blocks(1, 2, text, offsets, [True] * 4) == set()
 
 
+_BODY = (
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}"
+)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{% macro turn(m) %}BODY{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
+        "{% for m in messages %}{% set t %}BODY{% endset %}{{ t }}{% endfor %}",
+        "{% for m in messages %}{% filter trim %}BODY{% endfilter %}{{ '\n' }}{% endfor %}",
+        "{% for m in messages %}BODY{% endfor %}",
+    ],
+    ids=["macro", "set", "filter", "plain"],
+)
+def test_a_block_that_transformers_finds_around_another_text_is_refused(form):
+    """It counts places by what a template has yielded, which a macro does at its end."""
+    tokenizer = byte_tokenizer(
+        form.replace("BODY", _BODY) + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    renderer, chat = ChatRenderer(tokenizer, [tokenizer.eos_token_id]), [USER, ANSWER | {"content": "Salut, " * 9}]
+    if "BODY{% endfor" in form:
+        ids, mask = renderer.conversation(chat)
+        assert tokenizer.decode([i for i, own in zip(ids, mask) if own]) == "Salut, " * 9 + tokenizer.eos_token
+        return
+    with pytest.raises(ConversationError, match="found around another text, as transformers does in macros"):
+        renderer.conversation(chat)
+
+
 def test_white_space_between_two_blocks_of_a_turn_is_trained_on():
     tokenizer = byte_tokenizer(
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ '[A]' }}{% if m.reasoning_content %}{% generation %}"
