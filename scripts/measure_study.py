@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,8 @@ def decoded_from(
     files = {word: content_of(word) for word in sorted(words)}
     known = {str(inputs.draft_model), *(str(inputs.heads[cell.head]) for cell in drafters.values() if cell.head)}
     for argument in arguments:  # also hub ids, and paths with the marks in them at which a specification was split
-        files |= {path: content for path, content in loaded_by(argument).items() if path not in known}
+        with suppress(ValueError):  # which scripts/evaluate.py says
+            files |= {path: content for path, content in loaded_by(argument).items() if path not in known}
     return {
         **loaded_from(options, inputs),
         "drafters": specs,

@@ -191,7 +191,7 @@ def test_prompts_of_another_day_are_noted(command, tmp_path, capsys, monkeypatch
     assert "| prompts: mt_bench | " in told and "| prompts: sums | " in told and "questions: " not in told
 
     with monkeypatch.context() as patch:
-        patch.setattr("draft_heads.inference.evaluation.evaluate.answer_questions", interrupt)
+        patch.setattr(evaluate, "judge_decoded", interrupt)
         evaluate.main([*given, "--output", str(tmp_path / "out")])
     Today.day_of_month = 30
     assert evaluate.main([*given, "--output", str(tmp_path / "out")]) == 2

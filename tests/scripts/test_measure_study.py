@@ -67,22 +67,30 @@ def test_what_was_to_be_measured_again_is_so_by_the_command_that_goes_on(decoded
     measure, commands = decoded
     measure()
     study, inputs, out = measure.args
-    for other in (
-        "heads/medusa",
-        "plain_c",
-    ):  # a trained head, of a study named `heads`; and no cell's
+    others = ("heads/medusa", "plain_c")  # a trained head, of a study named `heads`; and no cell's
+    for other in others:
         (out / other).mkdir(parents=True)
         (out / other / "made_from.json").write_text("{}")
     make_again(measure_study.measured_in(study, inputs, out))
-    assert all((out / other / "made_from.json").read_text() == "{}" for other in ("heads/medusa", "plain_c"))
+    assert all((out / other / "made_from.json").read_text() == "{}" for other in others)
     parts = out / "plain_both" / "parts"  # of an earlier, interrupted run
     parts.mkdir()
     (parts / "both-00000.json").write_text("{}")
     evaluate = measure_study.evaluate.main
-    monkeypatch.setattr(measure_study.evaluate, "main", lambda words: 130)
+
+    def begun(words):
+        assert "--overwrite" in words
+        parts.mkdir()
+        (parts / "run.json").write_text("{}")
+        return 130
+
+    monkeypatch.setattr(measure_study.evaluate, "main", lambda words: 130)  # while the target is loaded
     with pytest.raises(SystemExit):
         measure()
     assert not parts.exists()
+    monkeypatch.setattr(measure_study.evaluate, "main", begun)
+    with pytest.raises(SystemExit):
+        measure()
     monkeypatch.setattr(measure_study.evaluate, "main", evaluate)
     measure()
     measure()  # finds all there
