@@ -22,8 +22,8 @@ _NOT_READ |= {"function_call", "refusal", "channel", "recipient"}
 _ASK_NOTHING: list[tuple[str, Any]] = [("prefix", False), ("train_on_inputs", False)]
 _ASK_NOTHING += [("channel", "final"), ("recipient", "all")]
 _ASK_NOTHING += [(key, True) for key in _WANTED] + [(key, False) for key in _UNWANTED]
-_FLAGS = {*TRAINED, *(key for key, _ in _ASK_NOTHING)} - {"channel", "recipient"}
-_FLAGS |= {"thinking", "enable_thinking", "tools_in_user_message"}
+TEMPLATE_FLAGS = ("thinking", "enable_thinking", "tools_in_user_message")
+_FLAGS = {*TRAINED, *TEMPLATE_FLAGS, *(key for key, _ in _ASK_NOTHING)} - {"channel", "recipient"}
 _FLAG_TEXTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 _WORDS = _FLAG_TEXTS | {"yes": True, "y": True, "no": False, "n": False}
 

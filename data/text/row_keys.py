@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.json_files import RepeatedKey, parse_json
 from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning, holds_text
-from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TRAINED, asks_nothing, flag, is_refused
+from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TEMPLATE_FLAGS, TRAINED, asks_nothing, flag, is_refused
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -325,7 +325,7 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
             return {}
         if key == "functions":
             return {"tools": [{"type": "function", "function": one} for one in value]}
-    if key in ("thinking", "enable_thinking", "tools_in_user_message") and not isinstance(value, bool):
+    if key in TEMPLATE_FLAGS and not isinstance(value, bool):
         raise ConversationError(f"{key!r} of a row is true or false, received {type(value).__name__}")
     return {key: value}
 
