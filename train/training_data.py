@@ -40,6 +40,7 @@ def load_data(
             f"datasets trained on together must all have cached hidden states of one type, or none; got {found}; "
             "distil them alike"
         )
+    contents = [(part.content, part.manifest["data"]["fingerprint"], part.manifest["counts"]) for part in parts]
     for folder, part in zip(run.dataset, parts):
         if target_layers and part.hidden_dtype and part.target_layers != list(target_layers):
             raise ValueError(
@@ -47,6 +48,8 @@ def load_data(
                 f"--dataset {folder} has {' '.join(map(str, part.target_layers)) or 'the last layer only'}; distil "
                 "with the same --target_layers, or without --hidden_states"
             )
+    if copy := next((folder for n, folder in enumerate(run.dataset) if contents[n] in contents[:n]), None):
+        raise ValueError(f"a dataset is trained on once; --dataset {copy} has the rows of an earlier one; leave it out")
     if len({part.manifest.get("named_by") for part in parts}) > 1:
         logger.warning(
             "--dataset %s: written by versions that name questions in two ways, so one that is in several may be held "

@@ -40,6 +40,7 @@ _FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arro
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
 """The files of a dataset folder that may hold rows, by ending, and names that `datasets` knows to hold none."""
 _TEXTS = {"content", "value", "text", "system", "prompt", "instruction", "thinking", "reasoning_content"}
+_PART = re.compile(r"-(\d{3,})-of-(\d{3,})(?=\.)")  # of `train-00000-of-00002.parquet`
 _REMEDY = "; give a .json or .jsonl file, a saved dataset, or the id of one on the hub"
 
 
@@ -276,6 +277,28 @@ def _check_folder(source: str) -> None:
             f"beside {_listed(sorted(read), base)}: name them alike (train-2.jsonl), move them out, or list the files "
             "under configs: in README.md"
         )
+    _check_names(sorted(read), source)
+
+
+def _check_names(files: Sequence[Path], source: str) -> None:
+    """ValueError for files whose names say that one is another's copy, or that parts of a dataset are missing."""
+    plain, parts = dict[Path, Path](), defaultdict[tuple[Path, str, int], set[int]](set)
+    for path in files:
+        ends = [number for number, suffix in enumerate(path.suffixes, 1) if suffix.lower() in _FOLDER_FORMATS]
+        name = path.name.removesuffix("".join(path.suffixes[ends[0] :])) if ends else path.name
+        if (copy := plain.setdefault(path.with_name(name), path)) != path:
+            raise ValueError(
+                f"a file of rows is in a folder once; in {source}, {copy.name} and {path.name} would both be read, and "
+                "their names are those of a file and its copy; move one of them out, or rename it"
+            )
+        if part := _PART.search(path.name):
+            parts[path.parent, path.name[: part.start()], int(part[2])].add(int(part[1]))
+    for (_, name, count), found in parts.items():
+        if len(found) != count:
+            raise ValueError(
+                f"a split is read with all its parts; in {source}, the names of {name}… tell of {count}, and "
+                f"{len(found)} are there; fetch the others, or rename these (part-1.jsonl)"
+            )
 
 
 def _names_its_files(folder: Path) -> bool:

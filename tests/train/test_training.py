@@ -246,6 +246,9 @@ def test_a_dataset_that_is_named_twice_is_refused(dataset, tmp_path):
     assert (
         status != 0 and f"names each folder once, or its rows count twice; got {Path(dataset).resolve()} again" in told
     )
+    copy = str(shutil.copytree(dataset, tmp_path / "copy"))
+    status, told = run(dataset, tmp_path / "run", "--dataset", dataset, copy)
+    assert status != 0 and f"trained on once; --dataset {copy} has the rows of an earlier one" in told
 
 
 def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):

@@ -373,15 +373,3 @@ def test_a_file_of_a_folder_that_was_replaced_is_read_anew_whatever_its_time(tmp
         datasets.Dataset.from_list([{"a": text}]).to_parquet(file)
         os.utime(file, (0, 0))
         assert [row for _, row in read_rows(str(home))] == [{"a": text}]
-
-
-def test_columns_that_a_saved_dataset_does_not_format_are_read(tmp_path):
-    """`set_format(columns=…)` is saved with the data, and would leave the others out."""
-    rows = [{"system": "In French.", "messages": [{"role": "user", "content": "Hi"}]}] * 2
-    table = datasets.Dataset.from_list(rows)
-    table.set_format(columns=["messages"])
-    table.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "several")
-    assert set(datasets.load_from_disk(tmp_path / "one")[0]) == {"messages"}
-    for folder in ("one", "several"):
-        assert [row for _, row in read_rows(str(tmp_path / folder), "train")] == rows

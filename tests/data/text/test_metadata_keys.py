@@ -194,3 +194,13 @@ def test_a_flag_of_tools_is_true_or_false_also_where_it_is_written_as_a_text():
     assert [extra["tools_in_user_message"] for extra in found] == [False, False, True]
     with pytest.raises(ConversationError, match="'tools_in_user_message' of a row is true or false, received str"):
         parse_record(chat | {"tools_in_user_message": "sometimes"})
+
+
+def test_keys_that_differ_on_whether_a_turn_is_trained_on_are_refused():
+    """As the values of a row's keys are."""
+    turns = [CHAT[0], CHAT[1] | {"train": True, "weight": 0}]
+    with pytest.raises(ConversationError, match="trained on or it is not, and 'train' and 'weight' say otherwise"):
+        parse_record({"messages": turns})
+    turns[1] |= {"train": False}
+    turns += CHAT
+    assert parse_record({"messages": turns}).messages[1]["trained"] is False
