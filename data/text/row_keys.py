@@ -147,8 +147,8 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
     message: dict[str, Any] = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
     repeats = partial(_repeats, texts=[message["content"]])
     if len({bool(rest[key]) for key in TRAINED if key in rest}) > 1:
-        named = " and ".join(repr(key) for key in TRAINED if key in rest)
-        raise ConversationError(f"a turn is trained on or it is not, and {named} say otherwise of one")
+        keys = " and ".join(repr(key) for key in TRAINED if key in rest)
+        raise ConversationError(f"a turn is trained on or it is not, and {keys} say otherwise of one")
     for key, value in rest.items():
         value = value if key in (*TRAINED, *TURN_TEXTS) else flag(key, value)
         if key in TRAINED:
