@@ -144,6 +144,7 @@ def decode_and_judge(
                 raise
             clear_output(options.output, finished)
     processes.check_shared(parts.folder, "--output")
+    parts.join()
     groups = len(groups_of(benchmarks, group_size))
     memory = explain_out_of_memory(
         "decoding",

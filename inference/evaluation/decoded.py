@@ -143,6 +143,7 @@ class DecodedFolder:
         self._groups: dict[Group, DecodedGroup] = {}  # those read or written by this process
         self._lock: TextIO | None = None  # held from `begin` on
         self.settings: dict[str, Any] = {}  # of the run that this process began
+        self._run: bytes | None = None  # the run.json of the run that this process is a part of
 
     def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
         """Start a run, or resume one of the same settings; ValueError naming what differs for another run's groups,
@@ -171,6 +172,11 @@ class DecodedFolder:
                 "repeat those, choose another folder or add --overwrite"
             )
         write_text(known, json.dumps(wanted, indent=2))
+        self.join()
+
+    def join(self) -> None:
+        """Be a part of the run that another process has begun."""
+        self._run = (self.folder / "run.json").read_bytes()
 
     def discard(self) -> None:
         """Remove what an earlier run has left; ValueError while one runs."""
@@ -195,7 +201,14 @@ class DecodedFolder:
         return self._groups.get(group)
 
     def put(self, group: Group, decoded: DecodedGroup) -> None:
-        """Store what is known of a group and write its file."""
+        """Store what is known of a group and write its file; ValueError where another run has begun in the folder, as a
+        process that outlives its launcher finds it."""
+        known = self.folder / "run.json"
+        if self._run is not None and (not known.is_file() or known.read_bytes() != self._run):
+            raise ValueError(
+                f"{self.folder} now holds another run, which began while this process was still running: {group} "
+                "is not kept; end this run, and give each an --output of its own"
+            )
         self._groups[group] = decoded
         answers = decoded.expected
         expected = None if answers is None else [[list(prompt), tokens] for prompt, tokens in answers.items()]

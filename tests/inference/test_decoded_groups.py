@@ -11,6 +11,7 @@ from draft_heads.data.common.processes import Processes
 from draft_heads.inference.evaluation.decoded import (
     DecodedFolder,
     DecodedGroup,
+    Group,
     subtract_counts,
     total_findings,
 )
@@ -65,6 +66,19 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
     assert not list((tmp_path / "parts").glob("bench*"))
     DecodedFolder(tmp_path).begin({"limit": 5}, False)  # other settings have made nothing yet
     assert json.loads((tmp_path / "parts" / "run.json").read_text()) == {"limit": 5}
+
+
+def test_a_process_that_outlives_its_run_keeps_nothing_in_the_next_ones_folder(tmp_path):
+    first, late, group = DecodedFolder(tmp_path), DecodedFolder(tmp_path), Group("bench", 0)
+    first.begin({"limit": 3}, False)
+    late.join()
+    late.put(group, DecodedGroup("a", []))
+    (first.folder / "bench-00000.json").unlink()
+    first._lock.close()
+    DecodedFolder(tmp_path).begin({"limit": 4}, False)
+    with pytest.raises(ValueError, match=r"now holds another run, .*: bench-00000 is not kept; end this run"):
+        late.put(group, DecodedGroup("a", []))
+    assert not (first.folder / "bench-00000.json").exists()
 
 
 def test_what_an_interrupted_run_left_is_discarded_unless_it_runs(tmp_path):
