@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> None:
         given |= {"target_adapter": options.target_adapter, "dtype": dtype_name(target.dtype)}
         given |= {"device": ", ".join(map(str, devices_of(target))), "not_greedy": states.note()}
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
+    check_output(options.output, options.overwrite)  # again: another run may have ended meanwhile
     show_report(console, options.output, build_report(evaluation, None, settings, 0, own_command()))
     if settings.get("not_greedy"):
         console.print(settings["not_greedy"])

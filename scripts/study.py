@@ -109,11 +109,14 @@ def run(args: argparse.Namespace) -> None:
     decoding = {name: value for name, value in decoding.items() if value}
     rows = tiny_study.HELD_OUT if args.tiny else None
     inputs = Inputs(args.target, given, files, args.draft_model, decoding, args.dataset or [], rows, args.overwrite)
+    trainer = arm_trainer(args) if to_train else None
+    if trainer is not None:
+        trainer.lacking(to_train)  # what was trained otherwise is told before anything is marked
     if args.overwrite:  # also of what an interruption leaves for the same command without it
         for study in studies:
             make_again(measured_in(study, inputs, args.output / study.name))
-    if to_train:
-        inputs = replace(inputs, heads={**given, **arm_trainer(args).train(to_train)})
+    if trainer is not None:
+        inputs = replace(inputs, heads={**given, **trainer.train(to_train)})
     for study in studies:
         output = args.output / study.name
         output.mkdir(parents=True, exist_ok=True)

@@ -122,20 +122,24 @@ class ArmTrainer:
     threads: int = 1
     options: Sequence[str] = ()
 
-    def train(self, arms: Sequence[Arm]) -> dict[str, Path]:
-        """Name → folder of the trained head; ValueError if one of that name was trained otherwise."""
+    def lacking(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Those still to be trained; ValueError if one of that name was trained otherwise."""
         schedule = f"{self.steps} steps" if self.steps else "recipe"
         if self.minutes and not self.steps:
             schedule = f"{self.minutes:g} minutes, {self.threads} threads"  # which a step's seconds depend on
         made_from: dict[str, Any] = {"schedule": schedule, "target": content_of(self.target)}
         made_from["labels"] = [content_of(Path(folder) / "manifest.json") for folder in self.dataset]
         made_from["options"] = [content_of(word) for word in self.options]
-        folders = {arm.name: self.output / arm.name for arm in arms}
-        lacking, remedy = list[Arm](), "remove it, and it is trained again"
+        remedy, found = "remove it, and it is trained again", list[Arm]()
         for arm in arms:
             note = {"head": arm.text, **made_from}
-            if must_be_made(folders[arm.name], "run/head/config.json", note, False, remedy):
-                lacking.append(arm)
+            if must_be_made(self.output / arm.name, "run/head/config.json", note, False, remedy):
+                found.append(arm)
+        return found
+
+    def train(self, arms: Sequence[Arm]) -> dict[str, Path]:
+        """Name → folder of the trained head; ValueError as `lacking`."""
+        lacking, folders = self.lacking(arms), {arm.name: self.output / arm.name for arm in arms}
         try:
             seconds = {arm.name: self._step_seconds(arm) for arm in lacking if self.minutes and not self.steps}
         except ValueError:  # whose remedy is another schedule

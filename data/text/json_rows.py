@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import chain
@@ -40,7 +40,7 @@ _FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arro
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
 """The files of a dataset folder that may hold rows, by ending, and names that `datasets` knows to hold none."""
 _TEXTS = {"content", "value", "text", "system", "prompt", "instruction", "thinking", "reasoning_content"}
-_PART = re.compile(r"-(\d{3,})-of-(\d{3,})(?=\.)")  # of `train-00000-of-00002.parquet`
+_PART = re.compile(r"[-._](\d{2,})[-_]of[-_](\d{2,})(?=[-._])")  # of `train-00000-of-00002.parquet`
 _REMEDY = "; give a .json or .jsonl file, a saved dataset, or the id of one on the hub"
 
 
@@ -133,6 +133,9 @@ def _dataset_rows(
                 if is_copy and config not in datasets.get_dataset_config_names(source):
                     config = None  # this folder has other parts, or none
             chosen = datasets.load_dataset_builder(source, name=config).config if Path(source).is_dir() else None
+            if chosen is not None:
+                by_split = {str(name): files for name, files in chosen.data_files.items()}
+                _check_names(by_split.get(str(split), chain(*by_split.values())), source)
             loaded = None if chosen is None else _files_of_text(chosen)
             if loaded is None:
                 copies = None if chosen is None else _cache_of(chosen)
@@ -277,27 +280,32 @@ def _check_folder(source: str) -> None:
             f"beside {_listed(sorted(read), base)}: name them alike (train-2.jsonl), move them out, or list the files "
             "under configs: in README.md"
         )
-    _check_names(sorted(read), source)
 
 
-def _check_names(files: Sequence[Path], source: str) -> None:
-    """ValueError for files whose names say that one is another's copy, or that parts of a dataset are missing."""
-    plain, parts = dict[Path, Path](), defaultdict[tuple[Path, str, int], set[int]](set)
-    for path in files:
+def _check_names(files: Iterable[Any], source: str) -> None:
+    """ValueError for files of a split whose names say that one is another's copy, or that parts of it are missing."""
+    plain, parts = dict[Path, Path](), defaultdict[tuple[Path, str], dict[tuple[str, ...], Path]](dict)
+    for path in sorted(map(Path, files)):
         ends = [number for number, suffix in enumerate(path.suffixes, 1) if suffix.lower() in _FOLDER_FORMATS]
-        name = path.name.removesuffix("".join(path.suffixes[ends[0] :])) if ends else path.name
-        if (copy := plain.setdefault(path.with_name(name), path)) != path:
+        name = path.name.removesuffix("".join(path.suffixes[ends[-1] :])) if ends else path.name
+        same = plain.setdefault(path.with_name(name), path)
+        if part := _PART.search(path.name):
+            before = parts[path.parent, path.name[: part.start()]]
+            same = same if same != path else before.setdefault(part.groups(), path)
+        if same != path:
             raise ValueError(
-                f"a file of rows is in a folder once; in {source}, {copy.name} and {path.name} would both be read, and "
+                f"a file of rows is in a folder once; in {source}, {same.name} and {path.name} would both be read, and "
                 "their names are those of a file and its copy; move one of them out, or rename it"
             )
-        if part := _PART.search(path.name):
-            parts[path.parent, path.name[: part.start()], int(part[2])].add(int(part[1]))
-    for (_, name, count), found in parts.items():
-        if len(found) != count:
+    for (folder, name), read in parts.items():
+        named = (_PART.search(path.name[len(name) :]) for path in folder.iterdir() if path.name.startswith(name))
+        there = {part.groups() for part in named if part and not part.start()}
+        counts = sorted({count for _, count in there})
+        if len(counts) > 1 or len(there) != int(counts[0]):
+            told = " and ".join(f"{int(count)} parts" for count in counts)
             raise ValueError(
-                f"a split is read with all its parts; in {source}, the names of {name}… tell of {count}, and "
-                f"{len(found)} are there; fetch the others, or rename these (part-1.jsonl)"
+                f"a split is read with all its parts, and once; in {source}, the names of {name}… tell of {told}, and "
+                f"{len(there)} are there ({min(read.values()).name} …); fetch the others, or rename (part-1.jsonl)"
             )
 
 

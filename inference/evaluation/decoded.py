@@ -154,12 +154,7 @@ class DecodedFolder:
         known = self.folder / "run.json"
         self.settings = wanted = json.loads(json.dumps(settings))
         self._lock = lock_folder(self.folder, "--output")
-        changed, kept = list[str](), [path for path in self.folder.iterdir() if path.name != LOCK]
-        if other := sorted(path.name for path in kept if not _OWN.fullmatch(path.name)):
-            raise ValueError(
-                f"--output keeps unfinished runs in {self.folder}, and deletes that folder in the end; it holds "
-                f"{other[0]}, which no run wrote; move it away or choose another folder"
-            )
+        changed, kept = list[str](), self._files()
         if overwrite:
             for path in sorted(kept, key=known.__eq__):
                 path.unlink()
@@ -182,7 +177,18 @@ class DecodedFolder:
         """Remove what an earlier run has left; ValueError while one runs."""
         if self.folder.is_dir():
             with lock_folder(self.folder, "--output"):
+                self._files()
                 self.clear()
+
+    def _files(self) -> list[Path]:
+        """Those of runs, but for the lock; ValueError where there is another."""
+        kept = [path for path in self.folder.iterdir() if path.name != LOCK]
+        if other := sorted(path.name for path in kept if not _OWN.fullmatch(path.name)):
+            raise ValueError(
+                f"--output keeps unfinished runs in {self.folder}, and deletes that folder in the end; it holds "
+                f"{other[0]}, which no run wrote; move it away or choose another folder"
+            )
+        return kept
 
     def clear(self) -> None:
         """Remove all groups."""

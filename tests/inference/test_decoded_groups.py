@@ -89,6 +89,10 @@ def test_what_an_interrupted_run_left_is_discarded_unless_it_runs(tmp_path):
     with pytest.raises(ValueError, match="is being written by another run"):
         DecodedFolder(tmp_path).discard()
     parts._lock.close()
+    (parts.folder / "mine.txt").touch()
+    with pytest.raises(ValueError, match=r"it holds mine\.txt, which no run wrote; move it away"):
+        DecodedFolder(tmp_path).discard()
+    (parts.folder / "mine.txt").unlink()
     DecodedFolder(tmp_path).discard()
     assert not parts.folder.exists()
 

@@ -20,15 +20,50 @@ def test_a_file_and_its_copy_in_a_folder_are_not_both_read(tmp_path, copy):
     assert len(list(read_rows(str(tmp_path), "train"))) == 2
 
 
-def test_parts_that_are_missing_are_told_by_the_names_of_the_others(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["{split}-{part:05d}-of-{of:05d}.parquet", "{split}-{part:05d}-of-{of:05d}-a09b74b3ef9c3b56.parquet"]
+)
+@pytest.mark.parametrize("configs", [False, True])
+def test_parts_that_are_missing_are_told_by_the_names_of_the_others(tmp_path, name, configs):
+    """As of a download that broke off; folders of the hub say in README.md which files are those of a split."""
     table = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "Hi"}]}])
-    for part in (0, 2):
-        table.to_parquet(tmp_path / f"train-{part:05d}-of-00003.parquet")
-    with pytest.raises(ValueError, match=r"the names of train… tell of 3, and 2 are there; fetch the others"):
+    if configs:
+        header = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n"
+        (tmp_path / "README.md").write_text(f"---\n{header}---\n")
+    (tmp_path / "data").mkdir()
+
+    def write(split, part, of):
+        table.to_parquet(tmp_path / "data" / name.format(split=split, part=part, of=of))
+
+    write("train", 0, 3)
+    write("train", 2, 3)
+    with pytest.raises(ValueError, match=r"the names of train… tell of 3 parts, and 2 are there .*; fetch the others"):
         list(read_rows(str(tmp_path), "train"))
-    table.to_parquet(tmp_path / "train-00001-of-00003.parquet")
-    table.to_parquet(tmp_path / "test-00000-of-00001.parquet")
+    write("train", 1, 3)
+    if not configs:
+        write("test", 0, 2)  # which is not read
     assert len(list(read_rows(str(tmp_path), "train"))) == 3
+    write("train", 0, 1)
+    with pytest.raises(ValueError, match="tell of 1 parts and 3 parts, and 4 are there"):
+        list(read_rows(str(tmp_path), "train"))
+
+
+def test_parts_of_compressed_json_are_counted_and_one_with_two_names_is_a_copy(tmp_path):
+    line = json.dumps({"messages": []}).encode() + b"\n"
+    (tmp_path / "c4-train.00000-of-00002.json.gz").write_bytes(gzip.compress(line))
+    with pytest.raises(ValueError, match="the names of c4-train… tell of 2 parts, and 1 are there"):
+        list(read_rows(str(tmp_path), "train"))
+    (tmp_path / "c4-train.00001-of-00002.json.gz").write_bytes(gzip.compress(line))
+    assert len(list(read_rows(str(tmp_path), "train"))) == 2
+    (tmp_path / "c4-train.00001-of-00002-1f.json.gz").write_bytes(gzip.compress(line))
+    with pytest.raises(ValueError, match="would both be read"):
+        list(read_rows(str(tmp_path), "train"))
+
+
+def test_parts_of_an_export_that_have_a_format_in_their_names_are_not_copies(tmp_path):
+    for part in (1, 2):
+        (tmp_path / f"conv.json.part{part}.jsonl").write_text(json.dumps({"messages": []}) + "\n")
+    assert len(list(read_rows(str(tmp_path), "train"))) == 2
 
 
 def test_columns_that_a_saved_dataset_does_not_format_are_read(tmp_path):
