@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from unicodedata import normalize
 
-from jinja2 import meta
+from jinja2 import meta, nodes
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file, chat_template_utils
@@ -86,6 +86,17 @@ def template_variables(template: str) -> frozenset[str]:
     """
     environment = chat_template_utils._compile_jinja_template(template).environment  # knows `{% generation %}`
     return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+
+
+@cache
+def blocks_in_buffers(template: str) -> bool:
+    """Whether a `{% generation %}` block is in a part that jinja renders by itself, as a macro: transformers counts the
+    places of blocks from where that begins, and not from the beginning of the text."""
+    tree = chat_template_utils._compile_jinja_template(template).environment.parse(template)
+    apart = [*tree.find_all((nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.CallBlock))]
+    apart += [loop for loop in tree.find_all(nodes.For) if loop.recursive]
+    inside = (block.call for part in apart for block in part.find_all(nodes.CallBlock))
+    return any(isinstance(call.node, nodes.ExtensionAttribute) for call in inside)
 
 
 def load_tokenizer(path: str, chat_template: str | None = None, option: str = "--target") -> PreTrainedTokenizerBase:

@@ -26,15 +26,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from draft_heads.data.text.chat_template import blocks_in_buffers
 from draft_heads.data.text.chat_text import ChatText, Extra
 from draft_heads.data.text.errors import ConversationError, check_unicode
 from draft_heads.data.text.marks import PLACEHOLDER, marked_calls
-from draft_heads.data.text.template_probe import QUESTION, Messages
+from draft_heads.data.text.template_probe import Messages
 from draft_heads.data.text.token_spans import (
     Rendering,
     Turn,
@@ -46,7 +46,6 @@ from draft_heads.data.text.token_spans import (
     end_between,
     end_of_placeholder,
     first_token,
-    found_around,
     is_bare,
     left_out,
     misplaced,
@@ -133,9 +132,9 @@ class ChatRenderer(ChatText):
         text = self.checked_text(messages, extra=extra)
         self.check_answers(text, messages, extra)
         whole = Rendering(messages, extra, text, *self._encode(text))
-        marked = self._block_mask(whole) if self.has_generation_block else None
-        if marked is not None and not self._blocks_are_found:
+        if self.has_generation_block and blocks_in_buffers(self.tokenizer.get_chat_template()):
             raise misplaced()
+        marked = self._block_mask(whole) if self.has_generation_block else None
         mask, spans = [False] * len(whole.ids), {}
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and message.get("trained") is not False:
@@ -368,16 +367,6 @@ class ChatRenderer(ChatText):
         if list(encoded["input_ids"]) != whole.ids:
             raise ConversationError("the chat template renders differently each time; it must not use the clock")
         return [bool(m) for m in encoded["assistant_masks"]]
-
-    @cached_property
-    def _blocks_are_found(self) -> bool:
-        """Whether blocks are found around answers; places of one in a macro are counted from where that begins."""
-        messages: Messages = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}]
-        with suppress(ConversationError):  # which it refuses
-            text = self.text(messages)
-            whole = Rendering(messages, {}, text, *self._encode(text))
-            return found_around(PLACEHOLDER, text, whole.offsets, self._block_mask(whole))
-        return True
 
     def _turn_of_block(self, whole: Rendering, number: int, marked: list[bool] | None) -> Turn:
         """Characters of a turn that only its block shows: after rewritten turns, that of its number of one each."""

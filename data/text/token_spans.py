@@ -83,24 +83,16 @@ def part_in_block(
     return first if from_start else begin, last if to_end else end + 1
 
 
-def found_around(answer: str, text: str, offsets: list[tuple[int, int]], marked: list[bool]) -> bool:
-    """Whether the marked tokens, where there are any, have all of an answer that stands in a text."""
-    start = text.find(answer)
-    end = start + len(answer)
-    inside = [mark for mark, (first, last) in zip(marked, offsets) if start <= first < last <= end]
-    return start < 0 or all(inside) or not any(marked)
-
-
 def is_bare(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], ends: Collection[int]) -> bool:
     """Whether tokens are those of `ends` and of white space alone."""
     return not any(text[slice(*place)].strip() for token, place in zip(ids, offsets) if token not in ends)
 
 
 def misplaced() -> ConversationError:
-    """The error of a template whose blocks are taken for other texts than theirs."""
+    """The error of a template whose blocks transformers finds around other texts than theirs."""
     return ConversationError(
-        "a {% generation %} block encloses what the assistant writes; that of this template is found around another "
-        "text, as transformers does in macros, {% set %} blocks and filters; move it out of them, or remove it"
+        "a {% generation %} block stands in the chat template itself; this one has it in a macro, {% set %} block, "
+        "filter, {% call %} or recursive loop, where transformers misplaces it; move it out, or remove it"
     )
 
 

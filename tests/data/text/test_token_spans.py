@@ -51,9 +51,14 @@ _BODY = (
         "{% macro turn(m) %}BODY{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}",
         "{% for m in messages %}{% set t %}BODY{% endset %}{{ t }}{% endfor %}",
         "{% for m in messages %}{% filter trim %}BODY{% endfilter %}{{ '\n' }}{% endfor %}",
+        "{% macro turn(m) %}BODY{% endmacro %}{% for m in messages %}{% if m.weight %}{{ turn(m) }}{% else %}BODY"
+        "{% endif %}{% endfor %}",
+        "{% macro turn(m) %}{{ caller() }}{% endmacro %}{% for m in messages %}{% call turn(m) %}BODY{% endcall %}"
+        "{% endfor %}",
+        "{% for m in messages recursive %}BODY{% endfor %}",
         "{% for m in messages %}BODY{% endfor %}",
     ],
-    ids=["macro", "set", "filter", "plain"],
+    ids=["macro", "set", "filter", "macro of some turns", "call", "recursive", "plain"],
 )
 def test_a_block_that_transformers_finds_around_another_text_is_refused(form):
     """It counts places by what a template has yielded, which a macro does at its end."""
@@ -61,11 +66,11 @@ def test_a_block_that_transformers_finds_around_another_text_is_refused(form):
         form.replace("BODY", _BODY) + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     renderer, chat = ChatRenderer(tokenizer, [tokenizer.eos_token_id]), [USER, ANSWER | {"content": "Salut, " * 9}]
-    if "BODY{% endfor" in form:
+    if form.startswith("{% for m in messages %}BODY{% endfor"):
         ids, mask = renderer.conversation(chat)
         assert tokenizer.decode([i for i, own in zip(ids, mask) if own]) == "Salut, " * 9 + tokenizer.eos_token
         return
-    with pytest.raises(ConversationError, match="found around another text, as transformers does in macros"):
+    with pytest.raises(ConversationError, match=r"a macro, .*, where transformers misplaces it; move it out"):
         renderer.conversation(chat)
 
 
