@@ -40,6 +40,7 @@ _FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arro
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
 """The files of a dataset folder that may hold rows, by ending, and names that `datasets` knows to hold none."""
 _TEXTS = {"content", "value", "text", "system", "prompt", "instruction", "thinking", "reasoning_content"}
+_OF_COPIES = {".gz", ".bz2", ".xz", ".zst", ".bak", ".old", ".orig", ".copy"}
 _PART = re.compile(r"[-._](\d{2,})[-_]of[-_](\d{2,})(?=[-._])")  # of `train-00000-of-00002.parquet`
 _REMEDY = "; give a .json or .jsonl file, a saved dataset, or the id of one on the hub"
 
@@ -287,7 +288,8 @@ def _check_names(files: Iterable[Any], source: str) -> None:
     plain, parts = dict[Path, Path](), defaultdict[tuple[Path, str], dict[tuple[str, ...], Path]](dict)
     for path in sorted(map(Path, files)):
         ends = [number for number, suffix in enumerate(path.suffixes, 1) if suffix.lower() in _FOLDER_FORMATS]
-        name = path.name.removesuffix("".join(path.suffixes[ends[-1] :])) if ends else path.name
+        after = path.suffixes[ends[-1] :] if ends else []
+        name = path.name.removesuffix("".join(after)) if _OF_COPIES.issuperset(after) else path.name
         same = plain.setdefault(path.with_name(name), path)
         if part := _PART.search(path.name):
             before = parts[path.parent, path.name[: part.start()]]

@@ -61,9 +61,11 @@ def test_parts_of_compressed_json_are_counted_and_one_with_two_names_is_a_copy(t
 
 
 def test_parts_of_an_export_that_have_a_format_in_their_names_are_not_copies(tmp_path):
+    line = json.dumps({"messages": []}) + "\n"
     for part in (1, 2):
-        (tmp_path / f"conv.json.part{part}.jsonl").write_text(json.dumps({"messages": []}) + "\n")
-    assert len(list(read_rows(str(tmp_path), "train"))) == 2
+        (tmp_path / f"conv.json.part{part}.jsonl").write_text(line)
+        (tmp_path / f"log.json.{part}.gz").write_bytes(gzip.compress(line.encode()))
+    assert len(list(read_rows(str(tmp_path), "train"))) == 4
 
 
 def test_columns_that_a_saved_dataset_does_not_format_are_read(tmp_path):
