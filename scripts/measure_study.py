@@ -298,9 +298,10 @@ def surroundings_of(report: Mapping[str, Any]) -> str:
     """Type and place of a report's target, and what else its times depend on."""
     target, machine = report.get("target") or {}, report.get("environment") or {}
     place = machine.get("accelerator") or machine.get("processor") or "an unknown processor"
-    versions = ", ".join(f"{name} {machine.get(name)}" for name in ("torch", "transformers"))
-    threads = f"{threads_text(machine['threads'], machine['waiting_threads'])}, " if "threads" in machine else ""
-    return f"{target.get('dtype')} on {place}, {threads}{versions}"
+    versions = [f"{name} {machine.get(name)}" for name in ("draft-heads", "python", "torch", "transformers")]
+    last = [threads_text(machine["threads"], machine["waiting_threads"])] if "threads" in machine else []
+    threads = " or ".join(report.get("settings", {}).get("threads_of_runs", last)) or "unknown threads"
+    return f"{target.get('dtype')} on {place}, {threads}, {', '.join(versions)}"
 
 
 def write_study(

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
+from draft_heads.data.common.files import LOCK, lock_folder
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.inference.evaluation.made_from import make_again
@@ -109,6 +110,7 @@ def run(args: argparse.Namespace) -> None:
     decoding = {name: value for name, value in decoding.items() if value}
     rows = tiny_study.HELD_OUT if args.tiny else None
     inputs = Inputs(args.target, given, files, args.draft_model, decoding, args.dataset or [], rows, args.overwrite)
+    lock = lock_folder(args.output, "--output")  # held until the process ends
     trainer = arm_trainer(args) if to_train else None
     if trainer is not None:
         trainer.lacking(to_train)  # what was trained otherwise is told before anything is marked
@@ -121,6 +123,8 @@ def run(args: argparse.Namespace) -> None:
         output = args.output / study.name
         output.mkdir(parents=True, exist_ok=True)
         write_study(study, measure(study, inputs, output), inputs, output, args.tiny)
+    (args.output / LOCK).unlink(missing_ok=True)
+    lock.close()
 
 
 def check_read(args: argparse.Namespace, cells: Sequence[Cell], trains: bool) -> None:

@@ -146,8 +146,9 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
         raise ConversationError(f"a turn has no key {names[1]!r}")
     message: dict[str, Any] = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
     repeats = partial(_repeats, texts=[message["content"]])
-    if len({bool(rest[key]) for key in TRAINED if key in rest}) > 1:
-        keys = " and ".join(repr(key) for key in TRAINED if key in rest)
+    told = {key: bool(rest[key]) for key in TRAINED if rest.get(key) in (True, False)}
+    if len({*told.values()}) > 1:
+        keys = " and ".join(map(repr, told))
         raise ConversationError(f"a turn is trained on or it is not, and {keys} say otherwise of one")
     for key, value in rest.items():
         value = value if key in (*TRAINED, *TURN_TEXTS) else flag(key, value)

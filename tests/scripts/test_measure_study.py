@@ -121,6 +121,9 @@ def test_what_a_drafter_learned_on_one_benchmark_does_not_count_on_another(tmp_p
     assert (out / "study.md").read_text().count(note) == 1  # the same of both benchmarks
     report = json.loads((out / "plain_first" / "report.json").read_text())
     place = measure_study.surroundings_of(report)
+    assert " python 3." in place and "1 thread, draft-heads " in place
+    report["settings"]["threads_of_runs"] = ["1 thread", "2 threads that spin while they wait"]
+    assert "1 thread or 2 threads that spin while they wait, draft-heads" in measure_study.surroundings_of(report)
     report["environment"]["torch"], report["target"]["dtype"] = "1.2", "bfloat16"
     (out / "plain_first" / "report.json").write_text(json.dumps(report))
     measure_study.write_study(read_study(str(study)), found[named], inputs, out, False)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from draft_heads.data.common.files import lock_folder
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.data.text.known_benchmarks import SCORES
 from draft_heads.inference.evaluation.metrics import acceptance_by_position
@@ -285,6 +286,9 @@ def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
     assert script.main([own, *options, "--limit", "1"]) == 2
     refused = capsys.readouterr().err
     assert "plain_mt_bench was made from something else (limit was None, now 1); repeat what it was made" in refused
+    with lock_folder(tmp_path / "out", "--output"):  # another study is measured there
+        assert script.main([own, *options]) == 2
+    assert "is being written by another run" in capsys.readouterr().err
     assert shown.count("2 drafters on") == 0 and shown.count("1 drafters on mt_bench") == 1
     made = (tmp_path / "out" / "mine" / "study.md").read_text()
     assert "Not measured here, for want of a draft model (--draft_model DIR): Drafted." in made

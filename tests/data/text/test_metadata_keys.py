@@ -201,6 +201,9 @@ def test_keys_that_differ_on_whether_a_turn_is_trained_on_are_refused():
     turns = [CHAT[0], CHAT[1] | {"train": True, "weight": 0}]
     with pytest.raises(ConversationError, match="trained on or it is not, and 'train' and 'weight' say otherwise"):
         parse_record({"messages": turns})
+    turns[1] |= {"train": "false"}
+    with pytest.raises(ConversationError, match="'train' of a turn is true, false, 1 or 0, received 'false'"):
+        parse_record({"messages": turns})
     turns[1] |= {"train": False}
     turns += CHAT
     assert parse_record({"messages": turns}).messages[1]["trained"] is False
