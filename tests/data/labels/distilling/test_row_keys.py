@@ -218,9 +218,9 @@ def test_a_row_that_is_refused_hides_no_other_of_the_same_text(target, tmp_path)
 
 
 def test_folders_that_name_questions_in_two_ways_are_told(target, tmp_path, caplog):
-    rows = write(tmp_path / "a.jsonl", [talk(f"Number {number}?", said("x")) for number in range(4)])
-    for name in ("new", "old"):
-        run_distill(target, rows, str(tmp_path / name))
+    for name, first in (("new", 0), ("old", 2)):
+        chats = [talk(f"Number {number}?", said("x")) for number in range(first, first + 4)]
+        run_distill(target, write(tmp_path / f"{name}.jsonl", chats), str(tmp_path / name))
     manifest = json.loads((tmp_path / "old" / "manifest.json").read_text())
     assert manifest.pop("named_by") == "prompt"
     run = RunOptions(target=target, dataset=[str(tmp_path / "new")], held_out=1)
