@@ -19,13 +19,14 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from draft_heads.data.text.conversations import check_encodable, turns_of, with_system
+from draft_heads.data.text.conversations import check_encodable, with_system
 from draft_heads.data.text.final_number import gsm8k_answer
 from draft_heads.data.text.json_files import MalformedJson
 from draft_heads.data.text.json_rows import read_rows
 from draft_heads.data.text.known_benchmarks import Description, describe, is_description, known_benchmarks, written
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
+from draft_heads.data.text.turn_lists import turns_of
 
 __all__ = ["BenchmarkError", "Question", "checked_id", "gsm8k_answer", "load_benchmark"]
 __all__ += ["prompts_checksum", "questions_checksum"]

@@ -36,6 +36,7 @@ from draft_heads.data.text.row_keys import (
     message_of,
     without_none,
 )
+from draft_heads.data.text.turn_lists import turns_of
 
 if TYPE_CHECKING:  # decoding and benchmarks need no `datasets`
     import datasets
@@ -236,37 +237,6 @@ def parse_record(record: Any) -> Conversation:
     if faults:
         raise ConversationError(str(faults[0]).removeprefix("row 1: "))
     return conversation
-
-
-def turns_of(record: Any) -> tuple[list[Any], str]:
-    """(turns, the key of the row that holds them); ConversationError for a record that has no turns, or two lists."""
-    if not isinstance(record, dict):
-        raise ConversationError(f"a row is an object, received {type(record).__name__}")
-    row = without_none(record)
-    lists = [key for key in TURN_LISTS if key in row]
-    # an empty list is a column of the other form
-    found = [key for key in lists if row[key] != []] or [key for key in ("prompt",) if key in row] or lists[:1]
-    for other in found[1:]:
-        if not _same_turns(row[found[0]], row[other]):
-            raise ConversationError(f"a row has one list of turns, received {found[0]!r} and {other!r}, which differ")
-    if not found:
-        keys = ", ".join(sorted(map(str, row))) or "none"
-        raise ConversationError(f"a row has the key 'conversations' or 'messages', received the keys {keys}")
-    turns = row[found[0]]
-    if found[0] == "prompt" and isinstance(turns, str):
-        turns = [{"role": "user", "content": turns}]
-    if not isinstance(turns, list):
-        raise ConversationError(
-            f"the turns are a list, received {type(turns).__name__}; write them as one, in JSONL for example"
-        )
-    return turns, found[0]
-
-
-def _same_turns(one: Any, other: Any) -> bool:
-    """Whether two lists hold the same turns, be it in two forms."""
-    if one == other or not (isinstance(one, list) and isinstance(other, list)):
-        return bool(one == other)
-    return [message_of(turn) for turn in one] == [message_of(turn) for turn in other]
 
 
 def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, Conversation, list[BadRow]]:
