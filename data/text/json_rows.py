@@ -240,8 +240,14 @@ class _Files:
 
 def _files_of_text(chosen: Any) -> dict[str, Any] | None:
     """The files of each split of a folder's configuration, where they are JSON or CSV, of whose texts `datasets` would
-    make dates or None."""
+    make dates or None; ValueError for archives of such files."""
     found = {str(split): [Path(file) for file in files] for split, files in chosen.data_files.items()}
+    archive = next((path for path in chain(*found.values()) if _format_of(path) in ("zip", "tar")), None)
+    if archive and type(chosen).__name__ in ("CsvConfig", "JsonConfig"):
+        raise ValueError(
+            f"the texts of JSON and CSV files are read as written, which those in an archive, {archive}, would not be: "
+            'datasets reads "NA" as no text and "2024-05-01" as a date; unpack it'
+        )
     readable = all(path.is_file() and _format_of(path) in ("JSON", "csv", "tsv") for path in chain(*found.values()))
     if not readable or getattr(chosen, "field", None) is not None:
         return None

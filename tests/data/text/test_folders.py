@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zipfile
 
 import datasets
 import pytest
@@ -78,3 +79,16 @@ def test_columns_that_a_saved_dataset_does_not_format_are_read(tmp_path):
     assert set(datasets.load_from_disk(tmp_path / "one")[0]) == {"messages"}
     for folder in ("one", "several"):
         assert [row for _, row in read_rows(str(tmp_path / folder), "train")] == rows
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.jsonl"])
+def test_texts_in_an_archive_which_datasets_reads_otherwise_are_refused(tmp_path, name):
+    row = json.dumps({"prompt": "NA"}) if name.endswith("jsonl") else "prompt\nNA"
+    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
+        archive.writestr(name, row + "\n")
+    with pytest.raises(ValueError, match="in an archive, .*train.zip, would not be: .*; unpack it"):
+        list(read_rows(str(tmp_path), "train"))
+    with zipfile.ZipFile(tmp_path / "train.zip") as archive:
+        archive.extractall(tmp_path)
+    (tmp_path / "train.zip").unlink()
+    assert [record for _, record in read_rows(str(tmp_path), "train")] == [{"prompt": "NA"}]
