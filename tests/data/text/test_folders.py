@@ -86,7 +86,7 @@ def test_texts_in_an_archive_which_datasets_reads_otherwise_are_refused(tmp_path
     row = json.dumps({"prompt": "NA"}) if name.endswith("jsonl") else "prompt\nNA"
     with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
         archive.writestr(name, row + "\n")
-    with pytest.raises(ValueError, match="in an archive, .*train.zip, would not be: .*; unpack it"):
+    with pytest.raises(ValueError, match=r"in an archive, .*train.zip, would not be: .*; unpack it"):
         list(read_rows(str(tmp_path), "train"))
     with zipfile.ZipFile(tmp_path / "train.zip") as archive:
         archive.extractall(tmp_path)

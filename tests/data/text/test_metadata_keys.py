@@ -11,6 +11,9 @@ from draft_heads.data.text.metadata_keys import carries_no_meaning
 
 CHAT = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "Their sum is 3."}]
 
+WANTED = ("label", "is_chosen", "is_preferred", "is_correct", "is_good", "is_accepted", "is_selected", "is_complete")
+UNWANTED = ("is_rejected", "is_bad", "is_wrong", "is_spam", "is_deleted", "deleted", "is_truncated", "truncated")
+
 
 @pytest.mark.parametrize(
     "keys",
@@ -140,9 +143,9 @@ def test_a_short_value_of_a_key_by_form_has_no_sentence_in_any_script():
     assert parse_record({"messages": CHAT, "prompt_source": "百科全书"}).messages == CHAT
 
 
-@pytest.mark.parametrize("key", ["label", "is_chosen", "is_preferred", "is_correct", "is_rejected", "is_bad"])
+@pytest.mark.parametrize("key", [*WANTED, *UNWANTED])
 def test_an_answer_that_is_not_wanted_is_refused_however_a_row_says_so(key):
-    wanted = key not in ("is_rejected", "is_bad")
+    wanted = key in WANTED
     words = [("Yes", "n")] if key != "label" else []  # there they may be classes
     for yes, no in [(True, False), (1, 0), ("true", "False"), ("1", "0"), *words]:
         good, bad = ({key: yes}, {key: no}) if wanted else ({key: no}, {key: yes})
