@@ -23,6 +23,7 @@ from draft_heads.inference.drafters.base import Drafter, VanillaDrafter, check_v
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
 from draft_heads.inference.processors import TextProcessors, processors_of
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
+from draft_heads.inference.target.labels import check_decoded
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.inference.verify import accept_exact
@@ -214,6 +215,7 @@ class BatchRun:
             logits = TextProcessors([processors], [ids], ()).after_prompt(logits[None])[0]
         base = choices(logits[None], prompt.new_tensor([len(ids)]), stopper.settings.sampling)
         first = int(base)
+        check_decoded(self.target, hidden, ids)
         stopper.extend(answer, [first], [-1])
         self.clock.lap("verify")
         if answer.finish_reason and self._states is None:
@@ -256,6 +258,7 @@ class BatchRun:
         for index, slot in enumerate(self.slots):
             new = [] if slot is None else next_tokens[index][: counts[index]]
             if slot is not None and self._has_ended(index, slot, new, sources[index]):
+                check_decoded(self.target, step.hidden[index], slot.text)
                 ended.append(self._free(index, slot))
                 new = []
             new_tokens.append(new)

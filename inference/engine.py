@@ -27,6 +27,7 @@ from draft_heads.inference.processors import TextProcessors, processors_of
 from draft_heads.inference.readback import PendingReadback
 from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.cuda_graphs import CapturedSteps
+from draft_heads.inference.target.labels import check_decoded
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import Accept, accept_exact
 
@@ -68,7 +69,8 @@ class DecodingEngine:
     def generate(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Generation:
         """The whole answer to a text, to messages or to token ids (`Prompt`).
 
-        Raises ContextError (before any work) if the prompt does not fit, ValueError for what is no prompt.
+        Raises ContextError (before any work) if the prompt does not fit, ValueError for what is no prompt, and for a
+        text that overflows in float16, at its first token or at its end.
         """
         result = Generation()
         for _ in self.stream(prompt, settings, result):
@@ -167,7 +169,10 @@ class DecodingEngine:
                 result.step_seconds.append(verification)
 
             # 4. Add the tokens up to the end of the answer.
+            is_first = not result.tokens
             added = stopper.extend(result, new, sources)
+            if is_first or result.finish_reason:
+                check_decoded(target, step.hidden, ids)
             result.seconds = text.clock.seconds(target.device)
             text.clock.lap("other")
             yield added

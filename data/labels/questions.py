@@ -33,7 +33,12 @@ class QuestionNames:
         """By the prompt for the last answer: the target answers conversations of one name alike."""
         messages, extra = conversation
         last = max((number for number, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
-        return self._name(with_answer(messages[: last + 1], "a"), extra) or conversation.key
+        asked = with_answer(messages[: last + 1], "a")
+        try:
+            self._renderer.checked_text(asked, add_generation_prompt=True, extra=extra)
+        except ConversationError:  # else a row that will be left out had the name of one that can be answered
+            return conversation.key
+        return self._name(asked, extra) or conversation.key
 
     def _name(self, messages: Messages, extra: dict[str, Any]) -> str:
         """A digest of the prompt; "" where the template refuses the turns, or a text of them holds a control token."""

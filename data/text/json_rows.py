@@ -9,6 +9,7 @@ folder one split is read, whole or not at all.
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import hashlib
 import io
@@ -40,7 +41,8 @@ _FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arro
 _NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
 """The files of a dataset folder that may hold rows, by ending, and names that `datasets` knows to hold none."""
 _TEXTS = {"content", "value", "text", "system", "prompt", "instruction", "thinking", "reasoning_content"}
-_OF_COPIES = {".gz", ".bz2", ".xz", ".zst", ".bak", ".old", ".orig", ".copy"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+_OF_COPIES = {*_COMPRESSED, ".bak", ".old", ".orig", ".copy", ".backup", ".tmp", ".save", ".prev"}
 _PART = re.compile(r"[-._](\d{2,})[-_]of[-_](\d{2,})(?=[-._])")  # of `train-00000-of-00002.parquet`
 _REMEDY = "; give a .json or .jsonl file, a saved dataset, or the id of one on the hub"
 
@@ -136,7 +138,8 @@ def _dataset_rows(
             chosen = datasets.load_dataset_builder(source, name=config).config if Path(source).is_dir() else None
             if chosen is not None:
                 by_split = {str(name): files for name, files in chosen.data_files.items()}
-                _check_names(by_split.get(str(split), chain(*by_split.values())), source)
+                wanted = split or ("test" if "test" in by_split else next(iter(by_split)))
+                _check_names(by_split.get(wanted, chain(*by_split.values())), source)
             loaded = None if chosen is None else _files_of_text(chosen)
             if loaded is None:
                 copies = None if chosen is None else _cache_of(chosen)
@@ -292,11 +295,13 @@ def _check_folder(source: str) -> None:
 def _check_names(files: Iterable[Any], source: str) -> None:
     """ValueError for files of a split whose names say that one is another's copy, or that parts of it are missing."""
     plain, parts = dict[Path, Path](), defaultdict[tuple[Path, str], dict[tuple[str, ...], Path]](dict)
-    for path in sorted(map(Path, files)):
-        ends = [number for number, suffix in enumerate(path.suffixes, 1) if suffix.lower() in _FOLDER_FORMATS]
-        after = path.suffixes[ends[-1] :] if ends else []
-        name = path.name.removesuffix("".join(after)) if _OF_COPIES.issuperset(after) else path.name
-        same = plain.setdefault(path.with_name(name), path)
+    paths = sorted(path for path in map(Path, files) if path.is_file())  # README.md may name addresses
+    for path in paths:
+        after = _after_format(path)
+        original = path.with_name(path.name.removesuffix("".join(after)))
+        numbered = any(suffix[1:2].isdigit() for suffix in after)  # log.json.1 and log.json.2.gz are parts
+        is_copy = _OF_COPIES.issuperset(map(str.lower, after)) or (original in paths and not numbered)
+        same = plain.setdefault(original if is_copy else path, path)
         if part := _PART.search(path.name):
             before = parts[path.parent, path.name[: part.start()]]
             same = same if same != path else before.setdefault(part.groups(), path)
@@ -306,9 +311,10 @@ def _check_names(files: Iterable[Any], source: str) -> None:
                 "their names are those of a file and its copy; move one of them out, or rename it"
             )
     for (folder, name), read in parts.items():
-        named = (_PART.search(path.name[len(name) :]) for path in folder.iterdir() if path.name.startswith(name))
-        there = {part.groups() for part in named if part and not part.start()}
-        counts = sorted({count for _, count in there})
+        counts = sorted({count for _, count in read})
+        whole = (path for path in folder.glob(f"{glob.escape(name)}*") if path.stat().st_size)
+        named = (_PART.match(path.name, len(name)) for path in whole if _COMPRESSED.issuperset(_after_format(path)))
+        there = {part.groups() for part in named if part and part[2] in counts}
         if len(counts) > 1 or len(there) != int(counts[0]):
             told = " and ".join(f"{int(count)} parts" for count in counts)
             raise ValueError(
@@ -334,6 +340,12 @@ def _is_hidden(path: Path) -> bool:
 def _format_of(path: Path) -> str | None:
     ends = [suffix.lower() for suffix in reversed(path.suffixes)]
     return next((_FOLDER_FORMATS[end] for end in ends if end in _FOLDER_FORMATS), None)
+
+
+def _after_format(path: Path) -> list[str]:
+    """What stands in a file's name behind its format. Example: [".gz"] of `train.jsonl.gz`."""
+    ends = [number for number, suffix in enumerate(path.suffixes, 1) if suffix.lower() in _FOLDER_FORMATS]
+    return path.suffixes[ends[-1] :] if ends else []
 
 
 def _listed(paths: Sequence[Path], base: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draft_heads.configs.waiting import waiting_threads
+from draft_heads.configs.waiting import threads_in_use, waiting_threads
 from draft_heads.data.common.files import names_path, write_text
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.html.page import page
@@ -57,7 +57,7 @@ def build_report(
         results = [without_shared_seconds(row) for row in results]
     if target is not None:
         settings = {**settings, "plain_loop": plain_loop(evaluation), "processes": list(evaluation.processes)}
-        if len(evaluation.threads) > 1:  # a run that went on in another surrounding
+        if evaluation.threads and list(evaluation.threads) != [threads_in_use()]:  # groups of an interrupted run
             settings["threads_of_runs"] = list(evaluation.threads)
     return {
         "target": relative_paths(target),

@@ -43,11 +43,7 @@ def label(
     hidden_BLH, aux_BLK = target.forward_rows(ids, torch.ones_like(ids), positions, target_layers)
     for row, finite_L in zip(rows, hidden_BLH.isfinite().all(-1).cpu()):
         if not finite_L[: len(row)].all():
-            dtype = str(target.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"the target's states must be finite; in {dtype} some of the text that begins with the tokens "
-                f"{row[:8]} are not; take --dtype bfloat16 or float32, or leave the text out"
-            )
+            raise overflow(target, row)
     wanted_BL = pad_sequence([torch.tensor([*mask[1:], False]) for mask in labelled_at], batch_first=True)
     hidden_NH = hidden_BLH[wanted_BL.to(device)]
     chosen_N = torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
@@ -63,6 +59,24 @@ def label(
         hidden, aux_hidden = (x[: len(row)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK))
         labelled.append(Labelled(greedy, hidden, aux_hidden))
     return labelled
+
+
+def overflow(target: Target, ids: Sequence[int]) -> ValueError:
+    """For a text of which a state is no number: then its logits are none, and token 0 would be chosen from there on."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    return ValueError(
+        f"the target's states must be finite; in {dtype} some of the text that begins with the tokens {list(ids[:8])} "
+        "are not; take --dtype bfloat16 or float32, or leave the text out"
+    )
+
+
+def check_decoded(target: Target, hidden: Tensor, ids: Sequence[int]) -> None:
+    """ValueError where `hidden`, the newest states of a decoded text, are not finite, as those after an overflow are.
+
+    In float16 alone, whose largest number is 65,504. Waits for the device.
+    """
+    if target.dtype == torch.float16 and not hidden.isfinite().all():
+        raise overflow(target, ids)
 
 
 def own_logits(target: Target, hidden: Tensor) -> Tensor:

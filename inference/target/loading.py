@@ -73,7 +73,11 @@ def load_model(
                     logger.info(f"{path} has no scaled-dot-product attention; it runs with eager attention")
                     model, info = load(attn_implementation="eager")
         except ValueError as error:
-            raise ValueError(f"the target {path} ({config.model_type}) is no causal LM: {error}") from None
+            of_config = str(error).startswith("Unrecognized configuration class")
+            reason = "is no causal LM" if of_config else "cannot be loaded"
+            raise ValueError(f"the target {path} ({config.model_type}) {reason}: {error}") from None
+        except ImportError as error:
+            raise ValueError(f"the target {path} cannot be loaded without a further package: {error}") from None
         except Exception:
             _check_can_be_built(path, config)
             raise
@@ -126,24 +130,40 @@ def _unreadable(path: str, why: str) -> ValueError:
 
 def check_complete(path: str, model: nn.Module, info: dict[str, Any]) -> None:
     """ValueError for a checkpoint that lacks weights, or has them in another shape: transformers makes random ones; and
-    for one with more than a layer's own, as its bias or the scales of int8 weights, without which it is another layer.
+    for one with more than a layer's own, as its bias or the scales of int8 weights, without which it is another layer,
+    and for one of a quantisation that transformers leaves out with a warning.
 
     info: of transformers' loading. What belongs to no layer of the model, as an image encoder's weights, may stay over.
     """
     lacking = [f"no {name}" for name in sorted(info["missing_keys"])]
     lacking += [f"{name} of shape {list(shape)}" for name, shape, _ in sorted(info["mismatched_keys"])]
+    layers = {name for name, module in model.named_modules() if module._parameters}
+    over = [name for name in sorted(info["unexpected_keys"]) if name.rpartition(".")[0] in layers]
+    quantised = getattr(model, "hf_quantizer", None) is not None
+    if (lacking or over) and not quantised and (method := _quantisation(model)):
+        raise ValueError(
+            f"the weights of a quantised checkpoint go with its scales; {path} is quantised by {method}, which this "
+            "transformers does not know and would leave out; take the checkpoint that it was made from, or one of "
+            "another quantisation"
+        )
     if lacking:
         raise ValueError(
             f"a model has all weights that its config.json asks for; {path} has {_some(lacking)}; copy it again, or "
             "give the checkpoint of a causal LM"
         )
-    layers = {name for name, module in model.named_modules() if module._parameters}
-    over = [name for name in sorted(info["unexpected_keys"]) if name.rpartition(".")[0] in layers]
-    if over and not getattr(model.config, "quantization_config", None):
+    if over and not quantised:
         raise ValueError(
             f"a layer takes all weights that the checkpoint has of it; those of {path} do not take {_some(over)}: "
             "config.json is of another model, or lacks the quantization_config; copy it again"
         )
+
+
+def _quantisation(model: Any) -> str:
+    """What a model's config.json says that its weights were quantised by; "" where it says nothing."""
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if found := getattr(config, "quantization_config", None):
+            return str(found.get("quant_method") if isinstance(found, dict) else type(found).__name__)
+    return ""
 
 
 def _some(names: Sequence[str]) -> str:

@@ -102,6 +102,12 @@ def probe(target: Target) -> tuple[LogitsRule, bool]:
     try:
         with _short_window(target):
             found, uniform, rule_gap, gap = _compare_texts(target, exact)
+    except FloatingPointError:
+        dtype = str(target.dtype).removeprefix("torch.")
+        remedy = "take --dtype bfloat16 or float32" if target.dtype == torch.float16 else "copy it again"
+        raise ValueError(
+            f"the target's logits must be numbers; those of {name} for a trial text are not, in {dtype}; {remedy}"
+        ) from None
     except Exception as error:
         if out_of_memory(error):
             raise
@@ -129,7 +135,8 @@ def _compare_texts(target: Target, exact: bool) -> tuple[LogitsRule, bool, float
 
 
 def _compare(target: Target, seed: int, exact: bool) -> tuple[LogitsRule, bool, float, Tensor]:
-    """The best rule, whether layers have one shape, the gap of the rule, the gaps of tree rows and of packed rows.
+    """The best rule, whether layers have one shape, the gap of the rule, the gaps of tree rows and of packed rows;
+    FloatingPointError for logits that are no numbers.
 
     Packed rows have one gap together: the largest if `exact`, else the median.
     """
@@ -147,6 +154,8 @@ def _compare(target: Target, seed: int, exact: bool) -> tuple[LogitsRule, bool, 
         own = target.model(input_ids=paths, use_cache=False).logits
     finally:
         hook.remove()
+    if own.isnan().any():
+        raise FloatingPointError
     rules = {rule: float(_gaps(rule(products[0]), own).max()) for rule in logits_rules(target.config)}
     best = min(rules, key=lambda rule: rules[rule])
     target.rule = best

@@ -319,6 +319,29 @@ def test_a_checkpoint_with_more_weights_of_a_layer_is_refused(tmp_path, over, ta
         hf_engine(Target.from_pretrained("tests/tiny_target", device="cpu"), {"assistant": base})
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            "is quantised by modelopt, which this transformers does not",
+        ),
+        ({"quant_method": "awq", "bits": 4}, "cannot be loaded without a further package: .*pip install"),
+    ],
+)
+def test_a_quantisation_that_cannot_be_read_is_refused(tmp_path, settings, reason):
+    """transformers loads weights of an unknown one as they are, without their scales, and warns."""
+    base = save_base(tmp_path, tied=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    scaled = {name: (tensors[name] * 8).to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(1 / 8)}
+    save_file({**tensors, **scaled}, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(ValueError, match=reason):
+        Target.from_pretrained(base, device="cpu")
+
+
 def test_scores_are_capped_whatever_this_transformers_would_do(monkeypatch):
     """transformers 5.17 runs Gemma 2 with an attention that has no cap, and says nothing."""
     asked = []

@@ -9,6 +9,7 @@ from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.target import Target
 from tests.inference.models import load_target, make_head, make_prompts
@@ -98,6 +99,54 @@ def test_labels_of_states_that_are_no_numbers_are_refused(monkeypatch):
         target.label([[5, 6], [7, 8, 9]], False)
     with torch.inference_mode():
         target.label([[5, 6, 7], [7, 8]], False)  # what padding is does not matter
+
+
+@pytest.fixture
+def half():
+    """A float16 target of which the states are infinite at token 7, as sums above 65,504 are."""
+    model = random_llama().half()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.inf
+    return Target(model)
+
+
+@pytest.mark.parametrize("prompt", [[5, 7], [5, 7, 6, 5]])
+def test_a_text_that_overflows_is_not_answered_with_token_0(half, prompt):
+    said = r"must be finite; in float16 some of the text that begins with the tokens \[5, 7.* are not; take --dtype"
+    assert len(DecodingEngine(half, VanillaDrafter()).generate([5, 6], SETTINGS).tokens) == 12
+    with pytest.raises(ValueError, match=said):
+        DecodingEngine(half, VanillaDrafter()).generate(prompt, SETTINGS)
+    for settings in (SETTINGS, GenerationSettings(1, ())):
+        with pytest.raises(ValueError, match=said):
+            BatchEngine(half, VanillaDrafter(slots=2)).generate([[5, 6], prompt], settings)
+
+
+def test_an_answer_that_overflows_is_refused_at_its_end(half, monkeypatch):
+    """Its prompt does not: the token comes later, here by another choice of the first step."""
+    prefill = StepRunner.prefill
+
+    def seven(steps, ids, text):
+        step, packed = prefill(steps, ids, text)
+        with torch.inference_mode():
+            packed[1] = step.next_tokens[0, -1] = 7
+        return step, packed
+
+    monkeypatch.setattr(StepRunner, "prefill", seven)
+    monkeypatch.setattr("draft_heads.inference.batch.choices", lambda logits, *rest: torch.tensor([7]))
+    for engine, prompt in (
+        (DecodingEngine(half, VanillaDrafter()), [5, 6]),
+        (BatchEngine(half, VanillaDrafter()), [[5, 6]]),
+    ):
+        with pytest.raises(ValueError, match="must be finite; in float16"):
+            engine.generate(prompt, SETTINGS)
+
+
+def test_a_target_that_overflows_on_every_text_is_told_to_take_another_type():
+    model = random_llama().half()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(torch.inf)
+    with pytest.raises(ValueError, match=r"logits must be numbers; .* are not, in float16; take --dtype bfloat16 or"):
+        Target(model)
 
 
 def test_layers_on_several_devices_have_memory_of_their_own():

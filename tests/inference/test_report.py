@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from draft_heads.configs.waiting import threads_in_use
 from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.answer_files import check_answers, read_answers, write_answers
 from draft_heads.inference.evaluation.decoded import DecodedFolder
@@ -182,7 +183,12 @@ def test_processes_that_shared_a_machine_are_told(evaluation, report):
     assert report["settings"]["processes"] == [1] and "processes." not in markdown(report)
     shared = markdown(build_report(replace(evaluation, processes=[1, 8]), TARGET, SETTINGS, 0))  # resumed with more
     assert ", 1 and 8 processes." in shared and "| processes | 1 8 |" in shared
-    assert "threads_of_runs" not in report["settings"]
+    here = build_report(replace(evaluation, threads=[threads_in_use()]), TARGET, SETTINGS, 0)
+    assert "threads_of_runs" not in report["settings"] | here["settings"]
+    first = ["9 threads that sleep while they wait"]  # all groups are of a process that was interrupted after them
+    assert f", float32 on cpu, {first[0]}." in markdown(
+        build_report(replace(evaluation, threads=first), TARGET, SETTINGS, 0)
+    )
     runs = ["1 thread", "2 threads that spin while they wait"]
     resumed = markdown(build_report(replace(evaluation, threads=runs), TARGET, SETTINGS, 0))
     assert ", float32 on cpu, 1 thread or 2 threads that spin while they wait." in resumed

@@ -10,7 +10,7 @@ import pytest
 from draft_heads.data.text.json_rows import read_rows
 
 
-@pytest.mark.parametrize("copy", ["train.jsonl.gz", "train.jsonl.bak"])
+@pytest.mark.parametrize("copy", ["train.jsonl.gz", "train.jsonl.BAK", "train.jsonl.backup", "train.jsonl.mine"])
 def test_a_file_and_its_copy_in_a_folder_are_not_both_read(tmp_path, copy):
     line = json.dumps({"messages": []}).encode() + b"\n"
     (tmp_path / "train.jsonl").write_bytes(line)
@@ -47,6 +47,23 @@ def test_parts_that_are_missing_are_told_by_the_names_of_the_others(tmp_path, na
     write("train", 0, 1)
     with pytest.raises(ValueError, match="tell of 1 parts and 3 parts, and 4 are there"):
         list(read_rows(str(tmp_path), "train"))
+
+
+@pytest.mark.parametrize("unread", ["train-00001-of-00002.jsonl.crdownload", "train-00001-of-00002.jsonl"])
+def test_a_part_is_there_when_it_is_read_and_not_empty(tmp_path, unread):
+    header = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train-*.jsonl\n"
+    (tmp_path / "README.md").write_text(f"---\n{header}---\n")
+    (tmp_path / "train-00000-of-00002.jsonl").write_text(json.dumps({"messages": []}) + "\n")
+    (tmp_path / unread).write_text("" if unread.endswith("jsonl") else "{")
+    with pytest.raises(ValueError, match="tell of 2 parts, and 1 are there"):
+        list(read_rows(str(tmp_path), "train"))
+
+
+@pytest.mark.parametrize("split", [None, "test"])
+def test_a_whole_split_is_read_beside_one_with_missing_parts(tmp_path, split):
+    for name in ("train-00000-of-00002.jsonl", "test-00000-of-00001.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"messages": [], "id": name}) + "\n")
+    assert [record["id"] for _, record in read_rows(str(tmp_path), split)] == ["test-00000-of-00001.jsonl"]
 
 
 def test_parts_of_compressed_json_are_counted_and_one_with_two_names_is_a_copy(tmp_path):
