@@ -52,6 +52,8 @@ class HeadConfig(ABC):
               tokens before each label in the text, so that a label after a disagreement is valid
     reads_base_token  whether drafts depend on the base token; where not, a cut window begins only where the text's
               base token is the target's own, after which the labels come
+    learns_distribution  whether a loss compares the head with the target's distribution, in which a checkpoint's own
+              settings, as a penalty on repetition, are not: they are in its labels and in what it answers
     """
 
     kind: ClassVar[str] = ""
@@ -60,6 +62,7 @@ class HeadConfig(ABC):
     budget: ClassVar[Budget]
     cut_at_disagreement: ClassVar[bool] = True
     reads_base_token: ClassVar[bool] = True
+    learns_distribution: ClassVar[bool] = False
     hidden_size: int = 0
     vocab_size: int = 0
     num_attention_heads: int = 0

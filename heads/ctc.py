@@ -122,6 +122,10 @@ class CTCConfig(HeadConfig):
         return self.context != "hidden" or self.label_context > 0  # the first label's context is it
 
     @property
+    def learns_distribution(self) -> bool:  # type: ignore[override]
+        return self.soft_weight > 0
+
+    @property
     def chained(self) -> bool:
         """Frames come one after another."""
         return self.frames_from == "chain"

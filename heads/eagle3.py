@@ -45,6 +45,7 @@ class Eagle3Config(HeadConfig):
     title: ClassVar[str] = "an EAGLE-3 head"
     budget: ClassVar[Budget] = Budget(training=4.4, whole_vocabulary=7.7, drafting=0.36)  # S blocks one after another
     cut_at_disagreement: ClassVar[bool] = False
+    learns_distribution: ClassVar[bool] = True
 
     passes: int = option(7, "S, passes of the training-time test and levels of a draft", least=1)
     decay: float = option(0.8, "the loss of pass k is weighted decay^k", rule=DECAY)

@@ -52,6 +52,10 @@ class HydraConfig(MedusaConfig):
         0.0, "dropout on what a head reads (Hydra++: 0.2)", rule=("at least 0 and below 1", lambda p: 0 <= p < 1)
     )
 
+    @property
+    def learns_distribution(self) -> bool:  # type: ignore[override]
+        return self.labels_from == "distribution"
+
 
 class TokenHead(OffsetHead):
     """An offset's network that also reads the tokens before: a projection, starting at zero, is added to the state."""

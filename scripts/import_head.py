@@ -19,10 +19,12 @@ import torch
 
 from draft_heads.heads.card import is_hub_id, target_licence
 from draft_heads.heads.config import target_sizes
-from draft_heads.heads.export.formats import FORMATS, assembled, read_settings, read_tensors
+from draft_heads.heads.eagle3 import Eagle3Config
+from draft_heads.heads.export.formats import FORMATS, assembled, read_settings, read_tensors, stated_target
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import check_new_folder, script_parser
+from draft_heads.scripts.decoding_options import check_new_folder, check_positive, script_parser
 
+PASSES_HELP = "EAGLE-3: tokens that it drafts one after another (default 7), which the formats do not hold"
 LAYERS_HELP = "EAGLE-3: the layers that it reads, in place of those that the folder names, or where it names none"
 
 
@@ -32,8 +34,10 @@ def run() -> None:
     parser.add_argument("--format", default="", choices=[*FORMATS], help="default: read from its config.json")
     parser.add_argument("--target", required=True, help="folder or hub id of the target that it drafts for")
     parser.add_argument("--target_layers", type=int, nargs="+", default=[], help=LAYERS_HELP)
+    parser.add_argument("--passes", type=int, help=PASSES_HELP)
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     args = parser.parse_args()
+    check_positive(args, "passes")
     check_new_folder(args.output)
     config, name = read_settings(args.head, args.format)
     used, tensors = FORMATS[name], read_tensors(args.head, FORMATS[name].weights)
@@ -47,6 +51,13 @@ def run() -> None:
                 f"{sizes[name]}; give the target it was trained for"
             )
     target.check_layers(read.config.target_layers)
+    if args.passes and not isinstance(read.config, Eagle3Config):
+        raise ValueError(f"--passes are those of an EAGLE-3 head; {args.head} is {read.config.title}; leave it out")
+    trained_for = stated_target(config)
+    if trained_for and Path(trained_for).name.lower() != Path(args.target).resolve().name.lower():
+        print(
+            f"note: {args.head} says that it is for {trained_for}; {args.target} has its sizes, the weights may differ"
+        )
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and not torch.equal(embedding, target.embedding.weight.to(embedding.dtype)):
         raise ValueError(
@@ -57,12 +68,13 @@ def run() -> None:
     # its chat template is not known: any may be used with it
     fingerprint = {key: value for key, value in target.fingerprint().items() if key != "chat_template_hash"}
     made_for = {"target": args.target, "target_fingerprint": fingerprint}
+    made_for |= {"passes": args.passes} if args.passes else {}
     head = type(read)(dataclasses.replace(read.config, **own, **made_for))
     head.load_state_dict(read.state_dict())
     provenance = {"imported_from": str(args.head), "format": args.format or "read from config.json"}
     provenance |= {"base_model": args.target if is_hub_id(args.target) else ""}
     head.save_pretrained(args.output, {**provenance, "target_licence": target_licence(args.target)})
-    print(f"{args.output}: {head.config.kind}, for {args.target}")
+    print(f"{args.output}: {head.config.kind}, for {args.target}, drafts up to {head.config.offsets} tokens")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from draft_heads.train.run_folder import begin, check_folder, run_settings
 from draft_heads.train.schedule import check_schedule
 from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_arguments import HeadTrainingArguments
-from draft_heads.train.training_data import end_tokens, load_data
+from draft_heads.train.training_data import end_tokens, load_data, warn_of_own_settings
 
 
 def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadTrainingArguments) -> None:
@@ -69,6 +69,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         trained_length=min(max(row_lengths(training)), collator.max_length),
     )
     head = head_type(config)
+    warn_of_own_settings(config, target)
     if config.draft_vocab_size:
         print_once(args, choose_draft_vocab(head, training, collator.max_length))
     with explain_errors(lambda: f"{folder} is as it was", folder):

@@ -13,8 +13,9 @@ import torch
 
 from draft_heads.data.collate import DraftCollator, labelled_within, split_held_out
 from draft_heads.data.fingerprint import check_fingerprint
-from draft_heads.data.generation_config import processor_settings
+from draft_heads.data.generation_config import processor_settings, settings_text
 from draft_heads.data.labels.shards import DistilledDataset, load_distilled
+from draft_heads.heads.config import HeadConfig
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
 
@@ -88,6 +89,17 @@ def _load_labelled(folder: str, run: RunOptions, target: Target) -> DistilledDat
         )
     warn_of_other_rules(folder, distilled, target)
     return distilled
+
+
+def warn_of_own_settings(config: HeadConfig, target: Target) -> None:
+    """A line where the checkpoint's own settings choose labels and answers, and are not in what is learned."""
+    if config.learns_distribution and (own := processor_settings(target.model.generation_config)):
+        logger.warning(
+            "%s of the target's generation_config.json: in the labels and in what it answers, not in the distribution "
+            "that %s learns, so it may draft worse; no answer changes",
+            settings_text(own),
+            config.title,
+        )
 
 
 def warn_of_other_rules(folder: str, distilled: DistilledDataset, target: Target) -> None:

@@ -24,6 +24,7 @@ OUTSIDE = {"fc": "layer_projection", "norm": "norm", "lm_head": "lm_head"}
 ONLY = {
     **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1, "logit_scale": 1.0},
     **{"norm_before_residual": False, "norm_output": False, "partial_rotary_factor": 1.0},
+    **{"return_hidden_post_norm": False, "use_mtp_layernorm": False, "use_aux_hidden_state": True},
     "layer_types": "full_attention",
 }
 """Settings of other heads that this block does not have: their only values here, which are the loaders' defaults; of
@@ -154,7 +155,9 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
             "one is silent; give them as --target_layers LOW MIDDLE HIGH (published heads: 2, n/2 and n-3 of n)"
         )
     rope = config.get("rope_parameters") or {}
-    settings = {**config, **rope, "layer_types": (config.get("layer_types") or [None])[0]}
+    inside = config.get("eagle_config")
+    own = {**config, **(inside if isinstance(inside, dict) else {}), **rope}
+    settings = {**own, "layer_types": (config.get("layer_types") or [None])[0]}
     for name, only in ONLY.items():
         if (value := settings.get(name)) not in (None, only):
             raise ValueError(

@@ -10,7 +10,9 @@ from transformers import LlamaConfig
 
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import read_folder, write_folder
+from draft_heads.inference.target.target import Target
 from tests.heads.test_export import TARGET, eagle3, medusa
+from tests.inference.models import make_head
 from tests.running import run_script
 
 
@@ -72,6 +74,12 @@ EAGLE = [
     (0, put("config", eagle_config=lambda x: x | {"eagle_aux_hidden_state_layer_ids": [-1, 4, 8]}), LAYERS),
     (0, put("config", eagle_config=lambda x: None, eagle_aux_hidden_state_layer_ids=lambda x: ["2", "5", "9"]), LAYERS),
     (0, put("config", eagle_config=lambda x: None, eagle_aux_hidden_state_layer_ids=lambda x: 2.0), LAYERS),
+    (0, put("config", eagle_config=lambda x: x | {"norm_output": True}), "norm_output must be False; got True"),
+    (
+        0,
+        put("config", eagle_config=lambda x: x | {"return_hidden_post_norm": True}),
+        "return_hidden_post_norm must be False; got True",
+    ),
     (0, put("config", hidden_size=str), "hidden_size must be a whole number; got '32'"),
     (
         0,
@@ -173,3 +181,27 @@ def test_layers_that_the_target_lacks_are_exported_no_more_than_imported(tmp_pat
     status, told = run_script("scripts/export.py", *flags)
     assert status != 0 and "target_layers are ascending numbers from 1 to 8, " in told and "got 2 5 9; pick" in told
     assert not (tmp_path / "out").exists()
+
+
+def test_flags_beside_the_layers_are_read_also_where_other_layers_are_given(tmp_path):
+    folder = changed("eagle3", tmp_path, lambda config, sizes: config["eagle_config"].update(norm_output=True))
+    with pytest.raises(ValueError, match="norm_output must be False"):
+        read_folder(folder, target_layers=[2, 5, 9])
+
+
+def test_an_import_says_how_deep_a_head_drafts_and_that_it_names_another_target(tmp_path):
+    target = Target.from_pretrained("tests/tiny_target", device="cpu")
+    write_folder(
+        make_head(target, "eagle3", target_layers=[1, 2, 3], passes=3), "eagle3", tmp_path / "in", TARGET, "a/b"
+    )
+    flags = "--head", str(tmp_path / "in"), "--target", "tests/tiny_target", "--output"
+    status, told = run_script("scripts/import_head.py", *flags, str(tmp_path / "7"))
+    assert status == 0 and "drafts up to 7 tokens" in told and "says that it is for a/b; tests/tiny_target has" in told
+    status, told = run_script("scripts/import_head.py", *flags, str(tmp_path / "3"), "--passes", "3")
+    assert status == 0 and load_head(tmp_path / "3", None).config.passes == 3
+    write_folder(make_head(target, "medusa"), "vllm-medusa", tmp_path / "m", TARGET, "/models/tiny_target")
+    status, told = run_script("scripts/import_head.py", "--head", str(tmp_path / "m"), *flags[2:], str(tmp_path / "n"))
+    assert status == 0 and "says that" not in told
+    more = str(tmp_path / "o"), "--passes", "3"
+    status, told = run_script("scripts/import_head.py", "--head", str(tmp_path / "m"), *flags[2:], *more)
+    assert status == 1 and "--passes are those of an EAGLE-3 head" in told

@@ -6,8 +6,9 @@ import datasets
 import pytest
 from transformers import GenerationConfig
 
+from draft_heads.heads.checkpoint import head_classes
 from draft_heads.train.trainer import DraftHeadTrainer
-from draft_heads.train.training_data import warn_of_other_rules
+from draft_heads.train.training_data import warn_of_other_rules, warn_of_own_settings
 
 
 class Taken(Exception):
@@ -44,3 +45,26 @@ def test_labels_that_were_chosen_under_other_settings_are_told(settings, ends, t
     )
     warn_of_other_rules("D", SimpleNamespace(manifest={"settings": {}, "end_token_ids": [2]}), target)
     assert told in caplog.text if told else not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "learns"),
+    [
+        ("eagle3", {}, True),
+        ("hydra", {"labels_from": "distribution"}, True),
+        ("hydra", {}, False),
+        ("ctc", {"frames_from": "chain", "soft_weight": 0.1}, True),
+        ("ctc", {}, False),
+        ("medusa", {}, False),
+        ("chimera", {}, False),
+    ],
+)
+def test_settings_that_the_learned_distribution_has_not_are_told(kind, options, learns, caplog):
+    config = head_classes(kind)[1](**options)
+    for settings in ({"repetition_penalty": 1.2}, {}):
+        caplog.clear()
+        warn_of_own_settings(
+            config, SimpleNamespace(model=SimpleNamespace(generation_config=GenerationConfig(**settings)))
+        )
+        told = "repetition_penalty=1.2 of the target's generation_config.json: in the labels"
+        assert (told in caplog.text) == bool(caplog.messages) == (learns and bool(settings))

@@ -116,19 +116,21 @@ class PhraseSource:
         self.table = table
 
     def proposals(self, place: int | None, depth: int, context: Context) -> tuple[Proposals, Hashable]:
-        """See `Source`; an entry says the context's level, its count up to 3, and whether nothing else followed it."""
+        """See `Source`; an entry says the context's level, its count up to 3, whether nothing else followed it,
+        whether a longer context proposes others, and which of its followers the token is."""
         found: Proposals = {}
         other: Hashable = None
         for level, (first, count, second, second_count, total) in self.table.levels(context):
-            entry, share = level * 8 + min(count, 3) * 2 + (count == total), (level - 1) / level / (total + 1)
-            if other is None:
-                other = 1000 + entry
-            else:  # a longer context proposes something else
-                entry, share = entry + 100, share / 2
+            fallback = other is not None  # a longer context proposes something else
+            entry, share = (level, min(count, 3), count == total, fallback), (level - 1) / level / (total + 1)
+            if fallback:
+                share /= 2
+            else:
+                other = *entry, OTHER
             if first not in found:
-                found[first] = entry, count * share, None
+                found[first] = (*entry, 1), count * share, None
             if second >= 0 and second not in found:
-                found[second] = -entry, second_count * share, None
+                found[second] = (*entry, 2), second_count * share, None
             if len(found) >= self.WIDTH:
                 break
         return found, other
