@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from draft_heads.configs.options import use_threads
+from draft_heads.configs.options import explain_out_of_memory, use_threads
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.text.errors import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
@@ -138,7 +138,7 @@ class Chat:
         """Of every target step: its text in parts (text, whether it was drafted), and the answer so far.
 
         The conversation keeps the message and its answer, also one that was interrupted, but for one that the chat
-        template refuses in what follows (gpt-oss's one that ended in its thoughts).
+        template refuses in what follows (gpt-oss's one that ended in its thoughts), and for one that overflowed.
         """
         asked = [*self.messages, {"role": "user", "content": message}]
         result, pieces = Generation(), TextPieces(self.target.tokenizer, scaffold=self.target.scaffold)
@@ -150,6 +150,9 @@ class Chat:
                 if result.finish_reason:
                     parts.append((pieces.end(), False))
                 yield parts, result
+        except ValueError:  # of states that overflow: what was decoded is no answer
+            result.tokens.clear()
+            raise
         finally:
             steps.close()
             if result.tokens:
@@ -230,7 +233,8 @@ def run() -> bool:
                     return not failed
                 print(reply)
             elif line.strip():
-                show(chat, line, console) if console.is_terminal else write(chat, line)
+                with explain_out_of_memory("this answer", lambda: "shorten the conversation (/reset), or draft less"):
+                    show(chat, line, console) if console.is_terminal else write(chat, line)
         except (ValueError, ConversationError, FileNotFoundError) as error:
             print(error, file=sys.stderr)
             failed = not console.is_terminal

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
-from draft_heads.configs.options import use_threads
+from draft_heads.configs.options import explain_out_of_memory, use_threads
 from draft_heads.inference.drafters.base import forget_all
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings, TextPieces
+from draft_heads.inference.target.loading import LESS_MEMORY
 from draft_heads.scripts.decoding_options import MAX_NODES_HELP, check_positive, load_target, target_parser
 
 API_KEY = "DRAFT_HEADS_API_KEY"
@@ -79,7 +80,8 @@ def run() -> bool:
     TextPieces(target.tokenizer)  # a target without a fast tokenizer is refused now
     drafter = DrafterBuilder(target, options.max_nodes).build(spec)
     engine = DecodingEngine(target, drafter)
-    warm_up(engine)
+    with explain_out_of_memory("the first text", lambda: f"{LESS_MEMORY}; or draft fewer nodes (--max_nodes)"):
+        warm_up(engine)
     if not target.tokenizer.chat_template:
         print(
             "the target's tokenizer has no chat template: /v1/chat/completions refuses every request, /v1/completions "

@@ -280,6 +280,7 @@ class DraftHeadTrainer(Trainer):
         if save and self._saved.step != self.state.global_step:  # --save_strategy best found no new best
             self.control.should_save = True
             super()._maybe_log_save_evaluate(*args, **options)
+        self._metrics.start()  # the next line's time begins behind the checkpoint
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the loss per window and its parts, speed and memory since the last log, and the minutes used."""
@@ -301,11 +302,12 @@ class DraftHeadTrainer(Trainer):
     @cached_property
     def flops_per_token(self) -> float:
         """6 per parameter of the head and, unless hidden states are cached, 2 per weight that the target multiplies a
-        token with.
+        token with, its LM head left out: training reads the states before it.
 
         Attention and the head's several drafts per token do not count.
         """
-        target = 0 if self.data_collator.hidden_dtype else 2 * weights_per_token(self.target)
+        lm_head = self.target.config.vocab_size * self.target.config.hidden_size
+        target = 0 if self.data_collator.hidden_dtype else 2 * (weights_per_token(self.target) - lm_head)
         return 6 * sum(sharded.size_of(p) for p in self.model.parameters()) + target
 
     def _whole_loss_sum(self) -> list[float]:

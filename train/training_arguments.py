@@ -122,14 +122,17 @@ def defaults_beside(given: dict[str, Any], recipe: Recipe, parser: TrainerParser
     """The recipe's settings that stand beside the flags `given`.
 
     What ends a run on the command line (minutes, steps or epochs) replaces what ends the recipe's; so do batches of
-    rows its batches of tokens, and another optimizer its Muon, with the learning rate of the head's base: Muon's are
-    several times larger. Settings that have no effect then are left out, so that the recipe that a run writes is one
-    that may be written.
+    rows its batches of tokens, --fp16 its bf16, and another optimizer its Muon, with the learning rate of the head's
+    base: Muon's are several times larger. Settings that have no effect then are left out, so that the recipe that a run
+    writes is one that may be written.
     """
     defaults = dict(recipe.settings)
     settle_end(given, defaults, "" if recipe.bundled else f"--config {given['config']}: ")
     if "per_device_train_batch_size" in given and "tokens_per_batch" not in given:
         defaults.pop("tokens_per_batch", None)
+    for other, own in (("bf16", "fp16"), ("fp16", "bf16")):
+        if given.get(own) and other not in given:  # a run has one of them
+            defaults.pop(other, None)
     if "optim" in given and "head_optimizer" not in given:
         defaults.pop("head_optimizer", None)
     usual = {action.dest: action.default for action in reversed(parser._actions)}  # of two of a name the first counts

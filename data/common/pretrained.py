@@ -20,6 +20,9 @@ def check_folder_or_hub_id(what: str, source: str) -> None:
     inside = len(path.parts) > 1 and path.parent.is_dir()
     if not path.is_dir() and (inside or path.exists() or not _HUB_ID.fullmatch(source)):
         found = "is a file" if path.exists() else "does not exist"
+        if inside and not path.exists() and _HUB_ID.fullmatch(source):
+            here = f", and is looked for in the folder {path.parent} here, not on the hub"
+            raise ValueError(f"{what} {source} {found}{here}; name one that is in it, or run in another folder")
         raise ValueError(f"{what} {source} {found}; give an existing folder, or a hub id as OWNER/NAME")
 
 

@@ -42,7 +42,7 @@ _OF_A_RESULT = ("tool_call_id", "name")  # name the call that a tool's turn answ
 
 _OF_THOUGHTS = frozenset({*MARKS, *MARKS.values()})
 _GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 class ChatText:

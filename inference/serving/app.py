@@ -155,6 +155,7 @@ def create_app(
             raise APIError(404, f"the model must be {name!r}; got {asked!r}; write it so", "model_not_found", "model")
 
     async def answer(request: Request, body: DecodingRequest, form: type[Form]) -> Response:
+        started = time.perf_counter()
         check_model(body.model)
         target = worker.engine.target
         try:
@@ -162,10 +163,10 @@ def create_app(
             settings = [body.settings(target, prompt, limits) for prompt in prompts]
         except ContextError as error:
             raise APIError(400, str(error), "context_length_exceeded", body.source) from error
-        except (ValueError, ConversationError) as error:
+        except (ValueError, ConversationError, RecursionError) as error:
             raise unusable(body.source, str(error)) from error
         work = [(prompt, one) for prompt, n in zip(prompts, settings) for one in n]
-        answers = Answers(work, body, worker)
+        answers = Answers(work, body, worker, started)
         tokens = sum(map(len, prompts))
         worker.submit(answers.jobs)
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -185,10 +186,15 @@ def create_app(
 
 
 class Answers:
-    """The answers to one request: their jobs, and the pieces that the engine's thread delivers."""
+    """The answers to one request: their jobs, and the pieces that the engine's thread delivers.
 
-    def __init__(self, work: list[tuple[list[int], Any]], asked: DecodingRequest, worker: Worker) -> None:
-        self._worker, self._started, self._failed = worker, time.perf_counter(), False
+    started: when the request came, of `time.perf_counter`
+    """
+
+    def __init__(
+        self, work: list[tuple[list[int], Any]], asked: DecodingRequest, worker: Worker, started: float
+    ) -> None:
+        self._worker, self._started, self._failed = worker, started, False
         self._pieces = [asyncio.Queue[Piece | APIError]() for _ in work]
         loop = asyncio.get_running_loop()
 
@@ -204,6 +210,7 @@ class Answers:
                 partial(deliver, queue),
                 continues=asked.continues,
                 skips_special=bool(asked.skip_special_tokens),
+                submitted=started,
             )
             for (prompt, settings), queue in zip(work, self._pieces)
         ]

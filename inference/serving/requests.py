@@ -20,6 +20,8 @@ from draft_heads.inference.serving.fields import Limit, Number, Switch, Text, Wh
 from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, LEFT_OUT, NEUTRAL, WHOLE_TEXT, is_neutral
 from draft_heads.inference.target.target import Target
 
+_LONG_CHAT = 32  # messages
+
 
 def unusable(parameter: str, message: str) -> APIError:
     """The error for a value of a parameter that cannot be used."""
@@ -222,7 +224,11 @@ class ChatRequest(DecodingRequest):
         return super().limit(server)
 
     def prompts(self, target: Target) -> list[list[int]]:
-        return [prompt_ids(target, [message.plain() for message in self.messages])]
+        messages = [message.plain() for message in self.messages]
+        if len(messages) > _LONG_CHAT and target.tokenizer is not None:  # the checks below render it once for each turn
+            text = target.renderer.text(messages, add_generation_prompt=True)
+            room(target, len(target.tokenizer(text, add_special_tokens=False)["input_ids"]), 1)
+        return [prompt_ids(target, messages)]
 
 
 class CompletionRequest(DecodingRequest):

@@ -18,7 +18,7 @@ from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.command import answer_help
 from draft_heads.train.recipe import has_gpu, sized_recipe
-from draft_heads.train.training_arguments import options_parser, parse_options
+from draft_heads.train.training_arguments import defaults_beside, options_parser, parse_options
 
 TARGET = "tests/tiny_target"
 GIVEN = ("--target", TARGET, "--dataset", "d", "--output_dir", "r")
@@ -192,6 +192,14 @@ def test_every_family_gets_the_recipe_of_its_size(tmp_path, family):
         recipe = sized_recipe("ctc", AutoConfig.from_pretrained(tmp_path), parser)
         assert recipe.line.startswith(f"ctc/{size}, by the ")
         assert recipe.settings["anchors"] == load_recipe("ctc", size)["anchors"]
+
+
+@pytest.mark.parametrize(("given", "left"), [({}, True), ({"fp16": True}, None), ({"fp16": False}, True)])
+def test_the_other_half_precision_replaces_that_of_the_recipe(given, left):
+    parser = options_parser(CTCConfig)
+    recipe = sized_recipe("ctc", AutoConfig.for_model("llama", num_hidden_layers=36), parser, gpu=True)
+    assert recipe.settings["bf16"] is True
+    assert defaults_beside(given, recipe, parser).get("bf16") is left
 
 
 def test_a_target_of_a_size_that_trains_without_a_gpu_gets_the_recipe_for_that():

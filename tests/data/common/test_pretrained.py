@@ -11,9 +11,18 @@ from draft_heads.data.common.pretrained import AutoConfig, load_config
 def test_a_path_without_a_folder_is_refused_before_the_hub_is_asked(source, monkeypatch):
     monkeypatch.setattr(AutoConfig, "from_pretrained", None)
     with pytest.raises(
-        ValueError, match=f"^--target {source} (does not exist|is a file); give an existing folder, or a"
+        ValueError,
+        match=f"^--target {source} (does not exist|is a file)(; give an existing folder, or a|, and is looked for)",
     ):
         load_config(source)
+
+
+def test_a_hub_id_whose_owner_is_a_folder_here_is_told_so(monkeypatch):
+    monkeypatch.setattr(AutoConfig, "from_pretrained", None)
+    with pytest.raises(
+        ValueError, match="data/nothing does not exist, and is looked for in the folder data here, not on"
+    ):
+        load_config("data/nothing")
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(monkeypatch, tmp_path):

@@ -12,10 +12,12 @@ import openai
 import pytest
 import torch
 
+from draft_heads.data.text.chat_text import ChatText
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.serving import worker as worker_module
+from draft_heads.inference.serving.requests import ChatRequest
 from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, serve, text_of
 
 
@@ -273,3 +275,45 @@ def test_a_device_that_may_go_on_is_not_lost(error, monkeypatch):
     assert worker_module.lost_device(error, ["cpu"]) == ""
     monkeypatch.setattr(worker_module, "takes_work", lambda device: device == "cuda:0")
     assert bool(worker_module.lost_device(error, ["cuda:0", "cuda:1"])) is str(error).startswith("CUDA error")
+
+
+def test_times_begin_with_the_request(engine, monkeypatch):
+    prompts = ChatRequest.prompts
+
+    def slow(request, target):
+        time.sleep(0.3)
+        return prompts(request, target)
+
+    monkeypatch.setattr(ChatRequest, "prompts", slow)
+    with serve(engine) as (client, _, address, _):
+        chat(client, QUESTIONS[0], max_tokens=2)
+        counted = metrics(address)
+    for name in ("first_token_seconds_sum", 'request_seconds_sum{path="/v1/chat/completions"}'):
+        assert counted[f"draft_heads_{name}"] >= 0.3, name
+
+
+def test_a_long_chat_that_does_not_fit_is_refused_before_its_turns_are_checked(engine, monkeypatch):
+    text, rendered = ChatText.text, []
+
+    def counted(renderer, *asked, **options):
+        rendered.append(1)
+        return text(renderer, *asked, **options)
+
+    turns = [{"role": role, "content": "Say it once more, please."} for role in ("user", "assistant")] * 300
+    with serve(engine) as (client, _, _, _):
+        monkeypatch.setattr(ChatText, "text", counted)
+        with pytest.raises(openai.BadRequestError, match="must fit the target's"):
+            client.chat.completions.create(model="tiny", messages=[*turns, turns[0]])
+    assert len(rendered) == 1
+
+
+def test_calls_nested_too_deep_are_the_clients_error(engine):
+    call = {"name": "f", "arguments": '{"a":' * 600 + "1" + "}" * 600}
+    turns = [
+        ("user", {}),
+        ("assistant", {"tool_calls": [{"id": "1", "type": "function", "function": call}]}),
+        ("user", {}),
+    ]
+    with serve(engine) as (client, _, _, _), pytest.raises(openai.BadRequestError):
+        messages = [{"role": role, "content": "Go on.", **more} for role, more in turns]
+        client.chat.completions.create(model="tiny", messages=messages)
