@@ -18,7 +18,8 @@ LIBRARY = "draft-heads"
 ABSOLUTE = re.compile(r"(?<![^\s=:,'\"])/(?:[^\s/,'\"]+/)*([^\s/,'\"]+)/?")
 _IN_A_WORD = re.compile(r"(?:(?<=[=:])|^)/(?:[^/=:]+/)*([^/=:]+)/?")
 MEASURED = {
-    **{"simulated_beta": "simulated β", "loss": "loss", "windows": "windows measured"},
+    **{"simulated_beta": "simulated β", "simulated_answers": "answers that it is measured on"},
+    **{"loss": "loss", "windows": "windows measured"},
     "outside_vocabulary": "share of labels that this draft vocabulary cannot draft",
 }
 USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter

@@ -45,7 +45,7 @@ class HydraConfig(MedusaConfig):
     prefix_attention: bool = option(False, "read the context through a decoder block of its own (Hydra++)")
     labels_from: str = option(
         "tokens",
-        "tokens (the greedy ones) or distribution (the target's, Hydra++)",
+        "tokens (the greedy ones) or distribution (the target's, without its own generation settings; Hydra++)",
         choices=("tokens", "distribution"),
     )
     dropout: float = option(

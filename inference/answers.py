@@ -19,11 +19,12 @@ from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
-_FINISH: dict[str, Literal["end", "limit", "loop"]] = {
+_FINISH: dict[str, Literal["end", "limit", "loop", "overflow"]] = {
     "eos": "end",
     "length": "limit",
     "context": "limit",
     "stop": "loop",
+    "overflow": "overflow",
 }
 
 

@@ -23,7 +23,7 @@ from draft_heads.inference.drafters.base import Drafter, VanillaDrafter, check_v
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
 from draft_heads.inference.processors import TextProcessors, processors_of
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
-from draft_heads.inference.target.labels import check_decoded
+from draft_heads.inference.target.labels import Overflow, not_finite
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.inference.verify import accept_exact
@@ -67,7 +67,8 @@ class BatchEngine:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None) -> list[Generation]:
-        """The answers in the prompts' order, the run's seconds shared by tokens; ContextError if one is too long."""
+        """The answers in the prompts' order, the run's seconds shared by tokens; ContextError if one is too long,
+        Overflow (a ValueError) if its states are, in float16."""
         settings = settings or GenerationSettings()
         ids = self._ids(prompts)
         limits = [room(self.target, len(prompt), settings.max_new_tokens) for prompt in ids]
@@ -76,6 +77,9 @@ class BatchEngine:
         run = BatchRun(self.target, self.drafter, settings, max(map(sum, zip(map(len, ids), limits))))
         found = {ended.number: ended.answer for ended in run.answers(ids, limits)}
         answers = [found[index] for index in range(len(ids))]
+        for prompt, answer in zip(ids, answers):
+            if answer.finish_reason == "overflow":
+                raise Overflow(self.target, prompt)
         tokens = max(1, sum(len(answer.tokens) for answer in answers))  # a stop rule may take back all
         for answer in answers:
             answer.seconds = run.clock.seconds(self.target.device, len(answer.tokens) / tokens)
@@ -95,7 +99,8 @@ class BatchEngine:
         keep_states: bool = False,
         target_layers: Sequence[int] = (),
     ) -> Iterator[Ended]:
-        """Answers, and the states of their texts if they are to be kept, in the order in which the answers end.
+        """Answers, and the states of their texts if they are to be kept, in the order in which the answers end; one
+        with the `finish_reason` "overflow" is none.
 
         limits         most new tokens of each answer; the target's context may end one earlier, ContextError if at once
         target_layers  whose outputs are kept, too; ValueError for others than those that the drafter reads
@@ -181,6 +186,7 @@ class BatchRun:
         self._states = _States(drafter.slots, longest + rows) if keeps_states else None
         self._end = torch.zeros(drafter.slots, dtype=torch.long, device=target.device)
         self._base = torch.zeros_like(self._end)
+        self._overflowed = torch.zeros_like(self._end, dtype=torch.bool)  # what a token was chosen from, in float16
         self._drafting = "draft" if drafter.max_nodes else "other"
         self._owner = object()
         for member in drafter.members():
@@ -215,7 +221,11 @@ class BatchRun:
             logits = TextProcessors([processors], [ids], ()).after_prompt(logits[None])[0]
         base = choices(logits[None], prompt.new_tensor([len(ids)]), stopper.settings.sampling)
         first = int(base)
-        check_decoded(self.target, hidden, ids)
+        if (overflowed := not_finite(self.target, hidden[None, -1:])) is not None:
+            self._overflowed[slot] = overflowed
+            if overflowed:
+                answer.finish_reason = "overflow"
+                return answer
         stopper.extend(answer, [first], [-1])
         self.clock.lap("verify")
         if answer.finish_reason and self._states is None:
@@ -247,6 +257,8 @@ class BatchRun:
         self.clock.lap(self._drafting)
         places = cache.slots(drafter.max_depth + 1)
         step = self.verify(tree)
+        if (overflowed := not_finite(self.target, step.hidden)) is not None:
+            self._overflowed |= overflowed
         if self._states is not None:
             every = torch.arange(len(places), device=places.device)
             self._states.write(every, places, step.hidden, step.aux_hidden)
@@ -258,7 +270,8 @@ class BatchRun:
         for index, slot in enumerate(self.slots):
             new = [] if slot is None else next_tokens[index][: counts[index]]
             if slot is not None and self._has_ended(index, slot, new, sources[index]):
-                check_decoded(self.target, step.hidden[index], slot.text)
+                if self.target.dtype == torch.float16 and self._overflowed[index]:
+                    slot.answer.finish_reason = "overflow"
                 ended.append(self._free(index, slot))
                 new = []
             new_tokens.append(new)
@@ -301,6 +314,7 @@ class BatchRun:
         slots = torch.tensor(used, device=self.target.device)
         self._cache.select_sequences(slots)
         self._end, self._base = self._end[slots], self._base[slots]
+        self._overflowed = self._overflowed[slots]
         if self._states is not None:
             self._states.select(slots)
         self.slots = [self.slots[index] for index in used]

@@ -27,7 +27,7 @@ from draft_heads.inference.processors import TextProcessors, processors_of
 from draft_heads.inference.readback import PendingReadback
 from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.cuda_graphs import CapturedSteps
-from draft_heads.inference.target.labels import check_decoded
+from draft_heads.inference.target.labels import Overflow, not_finite
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import Accept, accept_exact
 
@@ -143,7 +143,8 @@ class DecodingEngine:
         step, packed = steps.prefill(ids, text)
         for member in drafter.members():
             member.drafts_for = self._text
-        pending = deque([PendingReadback(packed, 1)])
+        overflowed = not_finite(target, step.hidden[:, -1:])  # of what a token was chosen from, so far; on the device
+        pending = deque([(PendingReadback(packed, 1), overflowed)])
         unread = list(ids)  # by a drafter that drafts on the host
         committed = len(ids) - 1  # the newest token is not in the cache yet
 
@@ -152,10 +153,13 @@ class DecodingEngine:
             #    commit it: all on the device. Ahead of the host the next step starts before this one's tokens are read.
             if not pending or (steps.ahead and processors is None):  # processors read the newest tokens
                 step, packed = steps.run(step, text)
-                pending.append(PendingReadback(packed, 1 + drafter.max_depth))
+                if overflowed is not None and (newest := not_finite(target, step.hidden)) is not None:
+                    overflowed = overflowed | newest
+                pending.append((PendingReadback(packed, 1 + drafter.max_depth), overflowed))
 
             # 3. The host synchronisation: read what the oldest step accepted, and its base token.
-            new, sources, chosen = pending.popleft().read()
+            readback, has_overflowed = pending.popleft()
+            new, sources, chosen = readback.read()
             if not drafter.on_device:
                 step = replace(step, new_tokens=[unread + new], read_choices=[chosen] if chosen else None)
                 unread = []
@@ -171,14 +175,14 @@ class DecodingEngine:
             # 4. Add the tokens up to the end of the answer.
             is_first = not result.tokens
             added = stopper.extend(result, new, sources)
-            if is_first or result.finish_reason:
-                check_decoded(target, step.hidden, ids)
+            if has_overflowed is not None and (is_first or result.finish_reason) and has_overflowed:
+                raise Overflow(target, ids)
             result.seconds = text.clock.seconds(target.device)
             text.clock.lap("other")
             yield added
             text.clock.lap("other")
             if result.finish_reason:
-                for surplus in pending:  # wait for the surplus step before the next prompt starts
+                for surplus, _ in pending:  # wait for the surplus step before the next prompt starts
                     surplus.read()
                 text.clock.lap("verify")
                 result.seconds = text.clock.seconds(target.device)

@@ -111,7 +111,7 @@ class Generation:
     accept_lengths  new tokens of each target step (base token included); the prefill's single token comes first
     sources         which drafter proposed each token, an index into the drafter's `sources`; −1: the target itself
     seconds         wall seconds by part: draft, verify, accept, other, and their sum total; on a GPU total alone
-    finish_reason   "eos", "length", "stop" or "context"
+    finish_reason   "eos", "length", "stop" or "context"; in a batch "overflow", where states are no numbers
     step_nodes      nodes of the tree of each step after the prefill; empty where its verification is not timed alone
     step_seconds    seconds of each of these verifications, until the host has the step's tokens
     """

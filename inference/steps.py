@@ -97,8 +97,13 @@ class StepRunner:
         """Make room for a text of at most `tokens`, prompt and answer, and capture what is missing.
 
         The memory is that of the text before, whose steps must not run any more. ValueError for sampling under a rule
-        of acceptance, which decides by logits alone.
+        of acceptance, which decides by logits alone, and for two such rules.
         """
+        if settings.typical is not None and self._accept is not accept_exact:
+            raise ValueError(
+                "a step has one rule of acceptance; got that of the engine (accept=…) and the settings' typical; leave "
+                "one of them out"
+            )
         if settings.sampling is not None and self._accept is not accept_exact:
             raise ValueError(
                 "an engine with a rule of acceptance (accept=…) decodes greedily only; got temperature "

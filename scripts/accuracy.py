@@ -75,15 +75,23 @@ def provenance_of(head: str | Path) -> dict[str, Any]:
     return read_object(path, ANEW) if path.is_file() else {}
 
 
+def of_other_data(heads: Mapping[str, str | Path], data: Sequence[DistilledDataset]) -> list[str]:
+    """The heads that were trained on other datasets, as far as that is known."""
+    measured = [[part.manifest["data"]["fingerprint"], part.manifest["counts"]] for part in data]
+    found = []
+    for name, folder in heads.items():
+        trained = [[part.get("fingerprint"), part.get("counts")] for part in provenance_of(folder).get("data", [])]
+        one, other = (sorted(json.dumps(part, sort_keys=True) for part in parts) for parts in (trained, measured))
+        found += [name] if trained and one != other else []
+    return found
+
+
 def check_held_out(heads: Mapping[str, str | Path], rows: int, data: Sequence[DistilledDataset]) -> None:
     """ValueError for more rows than a head's training held out of the same data; a line for a head of other data."""
-    measured = [[part.manifest["data"]["fingerprint"], part.manifest["counts"]] for part in data]
+    others = of_other_data(heads, data)
     for name, folder in heads.items():
-        known = provenance_of(folder)
-        trained = [[part.get("fingerprint"), part.get("counts")] for part in known.get("data", [])]
-        held_out = known.get("options", {}).get("held_out", rows)
-        one, other = (sorted(json.dumps(part, sort_keys=True) for part in parts) for parts in (trained, measured))
-        if trained and one != other:
+        held_out = provenance_of(folder).get("options", {}).get("held_out", rows)
+        if name in others:
             print(
                 f"{name} was trained on other data than --dataset: it may know rows that it is measured on", flush=True
             )

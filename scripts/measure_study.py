@@ -286,7 +286,8 @@ def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path) -> dict[
     made_from = loaded_from(options, inputs)
     made_from["heads"] = {name: content_of(folder) for name, folder in heads.items()}
     made_from["dataset"] = [content_of(Path(folder) / "manifest.json") for folder in inputs.dataset]
-    overwrite = inputs.overwrite or is_made_again(output)
+    failed = (output / NOTE).is_file() and not (output / "accuracy.json").is_file()  # nothing was measured from it
+    overwrite = inputs.overwrite or is_made_again(output) or failed
     if must_be_made(output, "accuracy.json", made_from, overwrite):
         words = ["--target", inputs.target, "--heads", *(f"{name}={folder}" for name, folder in heads.items())]
         words += ["--dataset", *inputs.dataset, "--output", str(output)]
@@ -343,6 +344,17 @@ def write_study(
     if len(surroundings) > 1:
         places = "; ".join(f"{place} ({', '.join(folders)})" for place, folders in surroundings.items())
         notes.append(f"Measured in several surroundings, whose times do not compare: {places}.")
+    if ranked := sorted(
+        {cell.head for at, cell in study.cells.items() if cell.measure == "accuracy" and at in measured}
+    ):
+        found = read_object(output / "accuracy" / "accuracy.json", ANEW)
+        counts = ", ".join(f"{name} {found[name][0]['counted']:,}" for name in ranked if found.get(name))
+        notes.append(f"Accuracies are those of held-out labels, at the first offset of {counts}.")
+        heads = {name: inputs.heads[name] for name in ranked}
+        if others := accuracy.of_other_data(heads, [load_distilled(folder) for folder in inputs.dataset]):
+            notes.append(
+                f"Trained on other data, so they may know rows that they are measured on: {', '.join(others)}."
+            )
     if tiny:
         notes.insert(0, "This is the tiny form: its figures mean nothing.")
     parts: list[str] = [f"# {study.title}", study_table(study, measured, target), *notes, *study.notes]

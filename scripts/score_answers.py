@@ -34,7 +34,7 @@ from draft_heads.inference.evaluation.answer_files import (
 )
 from draft_heads.inference.evaluation.metrics import score_figures, turn_figures, without_shared_seconds
 from draft_heads.inference.evaluation.report import write_json
-from draft_heads.inference.evaluation.scores import TITLES, Scorer, mean_scores
+from draft_heads.inference.evaluation.scores import SCORES, Scorer, mean_scores
 from draft_heads.scripts.decoding_options import answered_questions, check_code, script_parser
 
 HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)", "γ", "equal texts")
@@ -60,7 +60,15 @@ class AnswerScore:
         row = {"benchmark": benchmark, "category": category, "drafter": drafter, "questions": len(self.pairs)}
         row |= {**self.figures, "lossless": None, **score_figures(self.scores)}
         together = any(answer.batch_size > 1 for pair in self.pairs for answer in pair)
-        return without_shared_seconds(row) if together else row
+        row = without_shared_seconds(row) if together else row
+        return row | ({"gamma": None, "gamma_ci95": None} if self.other_batches else {})
+
+    @property
+    def other_batches(self) -> str:
+        """How many texts at once the answers and the baseline were decoded, where these are not the same."""
+        sizes = [sorted({answer.batch_size for answer in side}) for side in zip(*self.pairs)]
+        alike = all(own.batch_size == plain.batch_size for own, plain in self.pairs)
+        return "" if alike else " and ".join(" or ".join(map(str, each)) for each in sizes)
 
     @property
     def equal_texts(self) -> int:
@@ -164,7 +172,7 @@ def report_rows(
 def format_table(scores: dict[str | None, AnswerScore]) -> str:
     """Aligned columns, categories first and the whole file last."""
     scored = [name for name, value in mean_scores(scores[None].scores).items() if value is not None]
-    rows = [(*HEADER, *(TITLES[name] for name in scored))]
+    rows = [(*HEADER, *(SCORES[name] for name in scored))]
     for category in [*(key for key in scores if key is not None), None]:
         score = scores[category]
         shown = score.row("", category, "")
@@ -218,7 +226,10 @@ def run(arguments: list[str] | None) -> None:
         check_code(options.run_code, asked)
         for reason in Scorer(asked, options.run_code).unscored:
             print(f"{name}: {reason}")
-    print(format_table(score_answers(answers, baseline, asked, options.run_code)))
+    scores = score_answers(answers, baseline, asked, options.run_code)
+    print(format_table(scores))
+    if sizes := scores[None].other_batches:
+        print(f"γ is left out: answers and baseline were decoded {sizes} at once, and such speeds do not compare")
     if options.json:
         rows = report_rows(answers, baseline, asked, options.run_code, options.seed or 0, options.answers.stem)
         files = {"answers": options.answers, "baseline": options.baseline}

@@ -26,6 +26,7 @@ from draft_heads.inference.drafters.base import forget_all
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings, TextPieces
+from draft_heads.inference.target.labels import Overflow
 from draft_heads.inference.target.loading import LESS_MEMORY
 from draft_heads.scripts.decoding_options import MAX_NODES_HELP, check_positive, load_target, target_parser
 
@@ -105,7 +106,8 @@ def run() -> bool:
 
 def warm_up(engine: DecodingEngine) -> None:
     """Decode a dummy text, so that the first request does not wait for what is made once: compiled code, graphs."""
-    engine.generate([engine.target.end_token_ids[0] if engine.target.end_token_ids else 0], GenerationSettings(8))
+    with contextlib.suppress(Overflow):  # of this text alone
+        engine.generate([engine.target.end_token_ids[0] if engine.target.end_token_ids else 0], GenerationSettings(8))
     forget_all(engine.drafter)
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,7 @@ class Arm:
         config = read_config(folder)
         for name, text in {"kind": self.kind, **self.settings}.items():
             value = config.get(name)
-            same = " ".join(map(str, value)) == text if isinstance(value, list) else value == yaml.safe_load(text)
-            if name in config and not same:
+            if name in config and not is_written(value, text):
                 raise ValueError(f"{self.name} names a head with {name}={text}; {folder} has {value}; give another")
         layers = (config.get("target_fingerprint") or {}).get("num_hidden_layers") or 0
         for name in sorted((config.keys() & set(named)) - self.settings.keys()):
@@ -57,6 +56,17 @@ class Arm:
                     f"{self.name} names a head with the usual {name}, {' or '.join(map(str, usual))}; {folder} has "
                     f"{value}; give another"
                 )
+
+
+def is_written(value: Any, text: str) -> bool:
+    """Whether an option's value is what was written for it; in YAML 1e-2 would be a text."""
+    if isinstance(value, list):
+        return " ".join(map(str, value)) == text
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(ValueError):
+            return float(text) == value
+    written = yaml.safe_load(text)
+    return type(written) is type(value) and bool(written == value)
 
 
 def usual_values(kind: str, name: str, layers: int) -> list[Any]:

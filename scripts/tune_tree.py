@@ -47,24 +47,26 @@ COUNTS = {
     "max_nodes": (32, "nodes of the trees with which temperatures are compared"),
 }
 """Flag → default, help."""
+FEW_ANSWERS = 16
 GRID = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 
 
 @torch.inference_mode()
 def simulated_betas(
     head: DraftHead, target: Target, rows: Any, collator: DraftCollator, max_nodes: int, grid: list[float]
-) -> dict[float, float]:
-    """Temperature → β over all greedy answers of the rows; NaN where they hold none."""
+) -> tuple[dict[float, float], int, int]:
+    """(temperature → β over all greedy answers of the rows, how many these are, their tokens); β is NaN of none."""
     drafter = drafter_for(head, target, max_nodes)
-    totals = {temperature: torch.zeros(2) for temperature in grid}
+    totals = {temperature: torch.zeros(3) for temperature in grid}
     for row in track(rows, "walking held-out rows"):
         batch = {name: value.to(target.device) for name, value in collator([row]).items()}
         batch |= target.states_of(batch, head.config.target_layers)
         for temperature in grid:
             head.config.tree_temperature = temperature
             for run in replay_answers(drafter, batch):
-                totals[temperature] += torch.tensor(run)
-    return {temperature: float(tokens / steps) for temperature, (tokens, steps) in totals.items()}
+                totals[temperature] += torch.tensor([*run, 1])
+    tokens, _, answers = map(int, totals[grid[0]])
+    return {one: float(found / steps) for one, (found, steps, _) in totals.items()}, answers, tokens
 
 
 def decoding_speed(
@@ -117,8 +119,11 @@ def run() -> None:
     head = prepare_for_drafting(head)  # shared by all drafters
     rows = RunOptions(args.target, args.dataset, target_adapter=args.target_adapter, held_out=args.rows)
     _, held_out, _, collator = load_data(rows, target, head.config.target_layers, "--rows")
-    betas = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)
+    betas, answers, tokens = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)
     best = best_temperature(betas)
+    print(f"simulated β: {answers:,} answers of {len(held_out)} rows are the target's own text, {tokens:,} tokens")
+    if 0 < answers < FEW_ANSWERS:
+        print(f"so few say little of a temperature: ask for at least {FEW_ANSWERS} (more --rows, labels of generate)")
     for temperature, beta in betas.items():
         print(f"temperature {temperature:<5g} simulated β {beta:.3f}{'  <' if temperature == best else ''}")
     if betas[best] != betas[best]:
@@ -137,6 +142,7 @@ def run() -> None:
     if speeds[fastest]["gamma"] < 1:
         print("on this machine no number of nodes is faster than decoding without drafts")
     tuned = {"tree_temperature": best, "max_nodes": fastest, "simulated_beta": betas, "speed": speeds}
+    tuned |= {"answers": answers, "answer_tokens": tokens}
     loaded_hash = weights_hashes(load_head(args.head))["weights_hash"]
     write_tuned(args.output, tuned, head.config.kind, args.head, loaded_hash, target)
     print(f"written: temperature {best:g} and {fastest} nodes in {args.output}")

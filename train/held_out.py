@@ -96,7 +96,7 @@ def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, f
 @torch.no_grad()
 def simulation_metrics(trainer: Trainer, head: DraftHead) -> dict[str, float]:
     """Simulated β: the drafter of a copy of the head is replayed along answers that are the target's own text; nothing
-    where none is."""
+    where none is, else also how many are."""
     if not trainer.simulate_dataset:
         return {}
     drafter = replay_drafter(head, trainer.target, trainer.view, trainer.simulate_nodes)
@@ -106,8 +106,9 @@ def simulation_metrics(trainer: Trainer, head: DraftHead) -> dict[str, float]:
         if counts:
             runs += replay_answers(drafter, {**batch, **states})
     totals = torch.tensor(runs, dtype=torch.float64, device=trainer.args.device).reshape(-1, 2).sum(0)
-    tokens, steps = trainer.accelerator.reduce(totals).tolist()
-    return {"simulated_beta": tokens / steps} if steps else {}
+    counted = torch.cat([totals, totals.new_tensor([len(runs)])])
+    tokens, steps, answers = trainer.accelerator.reduce(counted).tolist()
+    return {"simulated_beta": tokens / steps, "simulated_answers": answers} if steps else {}
 
 
 def replay_drafter(head: DraftHead, target: Target, view: TargetView, max_nodes: int) -> HeadDrafter:

@@ -48,7 +48,7 @@ class LogMetrics:
         self._began = time.monotonic()
 
     def start(self) -> None:
-        """Start the timer; later calls do nothing."""
+        """Start the timer, unless batches are counted already."""
         if not self.batches:
             self._began = time.monotonic()
 

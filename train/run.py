@@ -38,7 +38,7 @@ from draft_heads.train.loss_plot import save_loss_plot
 from draft_heads.train.optimizer import is_for_muon
 from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.recipe import with_fitted
-from draft_heads.train.run_folder import begin, check_folder, run_settings
+from draft_heads.train.run_folder import begin, check_folder, check_same_steps, run_settings
 from draft_heads.train.schedule import check_schedule
 from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -56,6 +56,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     defaults = {x.name: x.default for options in (RunOptions, TrainingOptions, config_type) for x in fields(options)}
     defaults = {name: value for name, value in defaults.items() if value is not MISSING} | {"deepspeed_config": None}
     unknown = set(INTERVALS) - args.own_intervals  # until the run's length is known
+    check_same_steps(run, args)
     check_folder(args, {name: value for name, value in every_setting.items() if name not in unknown}, defaults)
     target = load_target(run, args)
     settings = settings_for_target(settings, config_type, target)
@@ -260,7 +261,9 @@ def metrics_line(metrics: dict[str, float]) -> str:
         return format(metrics[f"eval_{name}"], form) if f"eval_{name}" in metrics else absent
 
     accuracies = " ".join(shown(f"accuracy_{offset}", ".3f", "–") for offset in range(1, max(offsets, default=0) + 1))
-    figures = f"loss {shown('loss', '.3f')}, simulated β {shown('simulated_beta', '.2f')}, top-1 accuracy by offset "
+    answers = f" of {shown('simulated_answers', ',.0f')} answers" if "eval_simulated_answers" in metrics else ""
+    figures = f"loss {shown('loss', '.3f')}, simulated β {shown('simulated_beta', '.2f')}{answers}, "
+    figures += "top-1 accuracy by offset "
     figures += accuracies or "not measured"
     if (outside := metrics.get("eval_outside_vocabulary")) is not None:
         figures += f"; the draft vocabulary cannot draft {outside:.1%} of the labels, which count in the accuracy alone"

@@ -38,6 +38,15 @@ _WRITTEN = _OWN | {
 }  # and folders of checkpoints
 _FREE = FREE | {"overwrite", "threads", "dataset"}  # datasets and DeepSpeed's configuration count by their content
 _EVALUATE = EVALUATE | {"simulate_rows", "simulate_nodes"}
+_TOGETHER = EVALUATE | {"logging_strategy", "logging_steps", "logging_first_step", "save_steps"}
+
+
+def check_same_steps(run: RunOptions, args: HeadTrainingArguments) -> None:
+    """ValueError on every process unless all log, save and evaluate at the same steps: each then waits for the others.
+    These flags may change when a run is resumed."""
+    flags = {**vars(run), **args.to_sanitized_dict()}
+    names = _TOGETHER | _EVALUATE | {"per_device_eval_batch_size"}
+    _processes(args).check_same({name: flags.get(name) for name in sorted(names)})
 
 
 def check_folder(

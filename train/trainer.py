@@ -302,7 +302,7 @@ class DraftHeadTrainer(Trainer):
     @cached_property
     def flops_per_token(self) -> float:
         """6 per parameter of the head and, unless hidden states are cached, 2 per weight that the target multiplies a
-        token with, its LM head left out: training reads the states before it.
+        token with, its LM head left out, which soft labels alone need.
 
         Attention and the head's several drafts per token do not count.
         """

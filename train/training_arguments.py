@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -113,7 +114,7 @@ def start_processes(options: Any) -> None:
         from accelerate import PartialState
 
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(backend="gloo")
+        PartialState(backend="gloo", timeout=timedelta(seconds=options.ddp_timeout))
         free_buffers_at_the_end()
         del os.environ["ACCELERATE_USE_DEEPSPEED"]
 

@@ -54,20 +54,23 @@ class Processes:
         """The text of the first process whose text is not None, on every process; all must call it."""
         found = [text] * self.count
         if self.count > 1:
-            dist.all_gather_object(found, text)
+            with _others_may_end():
+                dist.all_gather_object(found, text)
         return next((one for one in found if one is not None), None)
 
     def wait(self) -> None:
         """Return when all processes have called it."""
         if self.count > 1:
-            dist.barrier()
+            with _others_may_end():
+                dist.barrier()
 
     @contextmanager
     def first_alone(self) -> Iterator[bool]:
         """The first process (True) runs the block before the others; its ValueError is raised on all of them."""
         failure: list[str | None] = [None]
         if self.rank:
-            dist.broadcast_object_list(failure, src=0)
+            with _others_may_end():
+                dist.broadcast_object_list(failure, src=0)
             if failure[0] is not None:
                 raise ValueError(failure[0])
             yield False
@@ -88,7 +91,8 @@ class Processes:
         """
         every = [json.dumps(given, sort_keys=True)] * self.count
         if self.count > 1:
-            dist.all_gather_object(every, every[0])
+            with _others_may_end():
+                dist.all_gather_object(every, every[0])
         first, *others = map(json.loads, every)
         for number, other in enumerate(others, start=1):
             if changed := [name for name in {**first, **other} if first.get(name) != other.get(name)]:
@@ -125,6 +129,18 @@ class Processes:
         """Which of the processes of this node it is, and of how many; alone where the launcher does not say it."""
         count = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1")))  # DeepSpeed's is the second
         return Processes(int(os.environ.get("LOCAL_RANK", "0")), count) if self.count > 1 and count > 1 else ALONE
+
+
+@contextmanager
+def _others_may_end() -> Iterator[None]:
+    """Where processes wait for each other: ValueError for one that has ended, which has said why."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(
+            f"another process of this run has ended ({reason}); its own lines say why, and what to do then"
+        ) from None
 
 
 ALONE = Processes()

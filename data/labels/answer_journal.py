@@ -22,7 +22,7 @@ class _Kept(NamedTuple):
 
     prompt: str  # a digest of its tokens and of the answer's limit
     tokens: list[int]
-    finish: Literal["end", "limit", "loop", ""]
+    finish: Literal["end", "limit", "loop", "overflow", ""]
     is_own: bool
 
 
@@ -61,9 +61,10 @@ class AnswerJournal:
         try:
             for place, answer in ended:
                 index = rest[place]
-                with names_path(self._path):
-                    file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
-                    file.flush()
+                if answer.finish != "overflow":  # which another type may answer
+                    with names_path(self._path):
+                        file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
+                        file.flush()
                 yield index, answer
         finally:
             with names_path(self._path):

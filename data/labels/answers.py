@@ -14,14 +14,15 @@ class Answer:
     """A target's answer to a prompt.
 
     tokens      as generated
-    finish      "end" (an end-of-turn token, the last of them), "limit" or "loop"
+    finish      "end" (an end-of-turn token, the last of them), "limit" or "loop"; "overflow" where it is no answer, as
+                the target's states are no numbers
     is_own      the target itself wrote them here, so that they are their own labels
     hidden      [n, H] on the CPU, its states at every token of prompt and answer; None where not kept
     aux_hidden  [n, k·H], the outputs of `target_layers` side by side
     """
 
     tokens: list[int] = field(default_factory=list)
-    finish: Literal["end", "limit", "loop", ""] = ""
+    finish: Literal["end", "limit", "loop", "overflow", ""] = ""
     is_own: bool = False
     hidden: Tensor | None = None
     aux_hidden: Tensor | None = None

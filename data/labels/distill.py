@@ -142,7 +142,8 @@ def distill(
         processes.wait()
     if processes.rank == 0:
         _report_left_out(folder.manifest, distiller)
-    return folder.manifest
+        return folder.manifest
+    return ShardFolder.join(output).manifest  # as the first process has finished it
 
 
 def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
@@ -220,6 +221,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     counts = dict.fromkeys(_COUNTED, 0)
     entry: dict[str, Any] = {"first_row": first, "source_rows": len(conversations), "skipped": [], "cut": []}
     trimmed: dict[int, dict[str, Any]] = {}  # by the number of the row
+    cut: list[tuple[int, str]] = []  # number and id
     unasked = distiller.unasked
 
     def rows() -> Iterator[Row]:
@@ -240,7 +242,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
             if row.trimmed is not None:
                 trimmed[row.number] = place | {"reason": row.trimmed, "kept_turns": len(row.messages)}
             if row.cut:
-                entry["cut"].append(row.id)
+                cut.append((row.number, row.id))
             yield row
 
     def records() -> Iterator[dict[str, Any]]:
@@ -250,6 +252,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
             yield record
         counts["unasked"] = distiller.unasked - unasked
         entry["skipped"].sort(key=lambda left_out: left_out["row"])
+        entry["cut"] = [row_id for _, row_id in sorted(cut)]
         entry["trimmed"] = [trimmed[number] for number in sorted(trimmed)]
 
     states = 0 if distiller.hidden_dtype is None else 1 + bool(distiller.options.target_layers)

@@ -25,6 +25,7 @@ from draft_heads.data.text.conversations import conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
 
 logger = logging.getLogger(__name__)
+_OVERFLOW = "the target's states of this text are no finite numbers in its type: take --dtype bfloat16 or float32"
 
 
 @dataclass
@@ -128,8 +129,13 @@ class Distiller:
                 raise ValueError("labels generate needs an answerer; got none; pass inference.answers.TargetAnswerer")
             for index, answer in answerer(prompts, limits):
                 self.advance(1)
-                self._add_answer(*answering[index], answer)
-                yield from self._ended(answering[index][0], asked)
+                row, prompt = answering[index]
+                if answer.finish == "overflow":
+                    self._reject(row, ConversationError(_OVERFLOW))
+                    yield row
+                    continue
+                self._add_answer(row, prompt, answer)
+                yield from self._ended(row, asked)
 
     def records(self, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
         """What a shard has of its rows, in source order; with hidden states as they come: of those a shard may not

@@ -26,7 +26,8 @@ def working(a: int, operation: str, b: int) -> str:
 
 
 def operands(rng: random.Random, operations: str) -> tuple[int, ...]:
-    """Numbers for the steps, each in 2..99 and every intermediate value in 2..99, the last in 1..198."""
+    """Numbers for the steps, each in 2..99, what a last step takes away from 1 on; every intermediate value in 2..99,
+    the last in 1..198."""
     if operations == "+*":
         first = rng.randint(2, 7)
         return first, rng.randint(2, 9 - first), rng.randint(2, 9)

@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import chain
@@ -297,11 +297,13 @@ def _check_names(files: Iterable[Any], source: str) -> None:
     plain, parts = dict[Path, Path](), defaultdict[tuple[Path, str], dict[tuple[str, ...], Path]](dict)
     paths = sorted(path for path in map(Path, files) if path.is_file())  # README.md may name addresses
     for path in paths:
-        after = _after_format(path)
-        original = path.with_name(path.name.removesuffix("".join(after)))
-        numbered = any(suffix[1:2].isdigit() for suffix in after)  # log.json.1 and log.json.2.gz are parts
-        is_copy = _OF_COPIES.issuperset(map(str.lower, after)) or (original in paths and not numbered)
-        same = plain.setdefault(original if is_copy else path, path)
+        bare = path
+        while (after := _after_format(bare)) and after[-1].lower() in _COMPRESSED:
+            bare = bare.with_suffix("")
+        original = bare.with_name(bare.name.removesuffix("".join(after)))
+        counted = any(re.fullmatch(r"\.\d{1,3}", suffix) for suffix in after)  # log.json.1 and log.json.2.gz are parts
+        is_copy = _OF_COPIES.issuperset(map(str.lower, after)) or (original in paths and not counted)
+        same = plain.setdefault(original if is_copy else bare, path)
         if part := _PART.search(path.name):
             before = parts[path.parent, path.name[: part.start()]]
             same = same if same != path else before.setdefault(part.groups(), path)
@@ -312,8 +314,9 @@ def _check_names(files: Iterable[Any], source: str) -> None:
             )
     for (folder, name), read in parts.items():
         counts = sorted({count for _, count in read})
-        whole = (path for path in folder.glob(f"{glob.escape(name)}*") if path.stat().st_size)
-        named = (_PART.match(path.name, len(name)) for path in whole if _COMPRESSED.issuperset(_after_format(path)))
+        formats = {_format_of(path) for path in read.values()}
+        whole = (path for path in folder.glob(f"{glob.escape(name)}*") if _is_whole(path, formats))
+        named = (_PART.match(path.name, len(name)) for path in whole)
         there = {part.groups() for part in named if part and part[2] in counts}
         if len(counts) > 1 or len(there) != int(counts[0]):
             told = " and ".join(f"{int(count)} parts" for count in counts)
@@ -321,6 +324,12 @@ def _check_names(files: Iterable[Any], source: str) -> None:
                 f"a split is read with all its parts, and once; in {source}, the names of {name}… tell of {told}, and "
                 f"{len(there)} are there ({min(read.values()).name} …); fetch the others, or rename (part-1.jsonl)"
             )
+
+
+def _is_whole(path: Path, formats: Collection[str | None]) -> bool:
+    """Whether a part is a file of one of these formats that is neither empty nor still on its way, by its name."""
+    whole = path.is_file() and path.stat().st_size > 0 and _format_of(path) in formats
+    return whole and _COMPRESSED.issuperset(map(str.lower, _after_format(path)))
 
 
 def _names_its_files(folder: Path) -> bool:

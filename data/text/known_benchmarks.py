@@ -32,7 +32,8 @@ import yaml
 from draft_heads.configs.yaml_files import read_yaml
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "benchmarks"
-SCORES = ("accuracy", "rouge2", "pass_at_1")
+SCORES = {"accuracy": "accuracy", "rouge2": "ROUGE-2 (F)", "pass_at_1": "pass@1"}
+"""Name of a score → what reports call it."""
 _TEXTS = ("source", "config", "split", "prompt", "reference", "id", "score")
 _LISTS = ("keys", "recognised_by", "optional", "unread")
 _NAME = r"[\w.]+"

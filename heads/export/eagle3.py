@@ -156,13 +156,13 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
         )
     rope = config.get("rope_parameters") or {}
     inside = config.get("eagle_config")
-    own = {**config, **(inside if isinstance(inside, dict) else {}), **rope}
-    settings = {**own, "layer_types": (config.get("layer_types") or [None])[0]}
-    for name, only in ONLY.items():
-        if (value := settings.get(name)) not in (None, only):
-            raise ValueError(
-                f"{name} must be {only!r}; got {value!r}; such a head would draft nonsense and is not read"
-            )
+    settings = {**config, **rope, "layer_types": (config.get("layer_types") or [None])[0]}
+    for part in (settings, inside if isinstance(inside, dict) else {}):
+        for name, only in ONLY.items():
+            if (value := part.get(name)) not in (None, only):
+                raise ValueError(
+                    f"{name} must be {only!r}; got {value!r}; such a head would draft nonsense and is not read"
+                )
     for positions in (rope, config.get("rope_scaling") or {}):
         scaling = positions.get("rope_type") or positions.get("type") or "default"
         if scaling != "default":

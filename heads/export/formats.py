@@ -116,16 +116,19 @@ def assembled(
     if target_layers and FORMATS[name].kind != "eagle3":
         raise ValueError(f"--target_layers is for EAGLE-3 heads only; {folder} is {name}; leave it out")
     if target_layers:
-        ids, inside = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
-        config = config | {ids: list(target_layers), "eagle_config": {**inside, ids: None}}
+        ids, inside = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config")
+        inside = {**inside, ids: None} if isinstance(inside, dict) else None
+        config = config | {ids: list(target_layers), "eagle_config": inside}
     with malformed(f"{folder} as {name}"):
         return FORMATS[name].read(config, tensors)
 
 
 def stated_target(config: dict[str, Any]) -> str:
     """The target that a folder's config.json names; "" where it names none."""
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    return str(config.get("base_model_name_or_path") or verifier.get("name_or_path") or "")
+    found: Any = config
+    for name in ("speculators_config", "verifier", "name_or_path"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return str(config.get("base_model_name_or_path") or found or "")
 
 
 def format_of(config: dict[str, Any], folder: Path) -> str:

@@ -67,7 +67,11 @@ def tensors_of(head: MedusaHead, names: dict[str, str]) -> dict[str, Tensor]:
 
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
-    """See `formats.Format`; as vLLM reads it, which drops biases unless `medusa_fc_bias` is true."""
+    """See `formats.Format`; as vLLM reads it, which drops biases unless `medusa_fc_bias` is true, a prefix
+    `medusa_heads.` of the names, and takes the first offset's LM head for a shared one."""
+    tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
+    if config.get("original_lm_head") and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
+        tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
     layers, hidden, vocabulary = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
     shared = {"vocabulary": "lm_head.weight"} if config.get("original_lm_head") else {}  # of all offsets
     names = names_of(config["num_heads"], layers, **shared)

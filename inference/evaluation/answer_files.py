@@ -8,6 +8,7 @@ steps. Here a turn always carries target steps; `idxs` is `steps - 1`.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.metrics import accepted_by_source, shown_name
 from draft_heads.inference.evaluation.report import PICTURES
+
+logger = logging.getLogger(__name__)
 
 QuestionId = int | str
 QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
@@ -82,10 +85,12 @@ class Answer:
 
 
 def read_answers(path: Path) -> dict[QuestionKey, Answer]:
-    """Answers by question, `choices[0]` of each row; ValueError names file, line and reason."""
+    """Answers by question, `choices[0]` of each row (a line counts further ones); ValueError names file, line and
+    reason."""
     if not path.is_file():
         raise ValueError(f"{path}: cannot be read (no such file); give a JSONL file")
     answers: dict[QuestionKey, Answer] = {}
+    several = 0
     for place, row in read_rows(str(path)):
         try:
             answer = _parse_answer(row)
@@ -94,6 +99,9 @@ def read_answers(path: Path) -> dict[QuestionKey, Answer]:
         except ValueError as error:
             raise ValueError(f"{path}, {place}: {error}") from None
         answers[answer.key] = answer
+        several += len(row["choices"]) > 1
+    if several:
+        logger.warning("%s: the first of several choices is read, of %d questions", path, several)
     return answers
 
 

@@ -13,6 +13,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from draft_heads.inference.evaluation.hf_generate import HFGenerate, has_stop_ru
 from draft_heads.inference.evaluation.lossless import Oracle, judge
 from draft_heads.inference.evaluation.meter import Meter, devices_of
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
+from draft_heads.inference.target.labels import Overflow
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +325,8 @@ def time_engines(
     for turn, prompt in enumerate(prompts):
         if turn == 0:
             for engine in engines.values():
-                engine.generate(prompt[::-1], endless(settings))
+                with suppress(Overflow):  # of this text alone
+                    engine.generate(prompt[::-1], endless(settings))
                 forget_all(engine.drafter)
         for key in drafter_order(list(engines), turn):
             answer, (tokens, steps, seconds) = engines[key].generate(prompt, settings), totals[key]
@@ -355,8 +358,9 @@ def warm_up(
         for question in questions:
             reversed_words = {"role": "user", "content": " ".join(question.turns[0].split()[::-1])}
             prompt = tuple(render([*question.opening, reversed_words], question.extra))
-            found, _ = meter.measure(name, partial(_generate_or_none, engine, [prompt], short))
-            if found != [None]:
-                break
+            with suppress(Overflow):
+                found, _ = meter.measure(name, partial(_generate_or_none, engine, [prompt], short))
+                if found != [None]:
+                    break
         if hasattr(engine, "drafter"):
             forget_all(engine.drafter)

@@ -13,7 +13,7 @@ from draft_heads.data.generation_config import settings_text
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, shown_name
-from draft_heads.inference.evaluation.scores import SCORES, TITLES
+from draft_heads.inference.evaluation.scores import SCORES
 
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "score")
 REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
@@ -95,7 +95,7 @@ def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
 def score_of(row: dict[str, Any]) -> tuple[str, float | None]:
     """(title, value) of the score that a row has; ("", None) of a row without one."""
     found = {name: row.get(name) for name in SCORES} | (row["score"] or {})
-    return next(((TITLES[name], value) for name, value in found.items() if value is not None), ("", None))
+    return next(((SCORES[name], value) for name, value in found.items() if value is not None), ("", None))
 
 
 def interval_cell(interval: Sequence[float] | None) -> str:

@@ -16,9 +16,6 @@ from draft_heads.data.text.known_benchmarks import SCORES
 from draft_heads.data.text.thoughts import without_thoughts
 from draft_heads.inference.evaluation.run_code import check_machine, pass_at_1
 
-TITLES = dict(zip(SCORES, ("accuracy", "ROUGE-2 (F)", "pass@1")))
-"""What reports call the scores."""
-
 CUT = ("length", "context")
 """How an answer ended that a limit has cut (`Generation.finish_reason`)."""
 _UNSPACED = "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
@@ -53,7 +50,7 @@ class Scorer:
         answer, cut = without_thoughts(answer, in_thought), finish_reason in CUT
         key = question.question_id, answer, cut
         if key not in self._known:
-            self._known[key] = {question.score: _value(question, answer, cut)}
+            self._known[key] = {question.score: MEASURES[question.score](question, answer, cut)}
         return self._known[key]
 
     def _why_not(self, score: str) -> str | None:
@@ -65,13 +62,17 @@ class Scorer:
         return None
 
 
-def _value(question: Question, answer: str, cut: bool) -> float:
-    if question.score == "accuracy":
-        return float(same_number(answer, str(question.reference)))
-    if question.score == "rouge2":
-        return rouge2(answer, str(question.reference))
+def _passes(question: Question, answer: str, cut: bool) -> float:
     assert question.code is not None
     return pass_at_1(answer, question.code, cut=cut)
+
+
+MEASURES: dict[str, Callable[[Question, str, bool], float]] = {
+    "accuracy": lambda question, answer, cut: float(same_number(answer, str(question.reference))),
+    "rouge2": lambda question, answer, cut: rouge2(answer, str(question.reference)),
+    "pass_at_1": _passes,
+}
+"""Name of a score → its value, from a question, an answer and whether a limit has cut that."""
 
 
 def same_number(answer: str, reference: str) -> bool:

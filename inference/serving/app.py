@@ -74,7 +74,8 @@ class EventStream(StreamingResponse):
     """Server-sent events; the work ends when the client leaves, even before the first event."""
 
     def __init__(self, answers: Answers, form: Form) -> None:
-        super().__init__(answers.events(form), media_type="text/event-stream")
+        at_once = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # of nginx, which would send blocks
+        super().__init__(answers.events(form), headers=at_once, media_type="text/event-stream")
         self._end = partial(answers.end, form)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

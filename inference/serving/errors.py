@@ -34,8 +34,9 @@ class APIError(Exception):
 
     def response(self) -> JSONResponse:
         """As a response."""
-        again = {"Retry-After": "1"} if self.status in (429, 503) else None
-        return JSONResponse(self.body(), self.status, again)
+        again = {"Retry-After": "1"}
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: again, 503: again}.get(self.status)
+        return JSONResponse(self.body(), self.status, headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -66,7 +67,9 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        return APIError(error.status_code, str(error.detail)).response()
+        response = APIError(error.status_code, str(error.detail)).response()
+        response.headers.update(error.headers or {})  # `Allow` of a wrong method
+        return response
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, __: ClientDisconnect) -> Response:

@@ -227,6 +227,7 @@ class ChatRequest(DecodingRequest):
         messages = [message.plain() for message in self.messages]
         if len(messages) > _LONG_CHAT and target.tokenizer is not None:  # the checks below render it once for each turn
             text = target.renderer.text(messages, add_generation_prompt=True)
+            check_unicode(text)
             room(target, len(target.tokenizer(text, add_special_tokens=False)["input_ids"]), 1)
         return [prompt_ids(target, messages)]
 

@@ -142,8 +142,8 @@ class Worker:
                 raise APIError(503, self._closed or SHUTTING_DOWN)
             busy = len(self._waiting) + (self._running is not None)
             if busy and len(self._waiting) + len(jobs) > self._max_waiting:
-                waiting = f"{len(self._waiting)} answers wait already; at most {self._max_waiting} may"
-                raise APIError(429, f"{waiting}; try again later", "queue_full")
+                rule = f"at most {self._max_waiting} answers may wait, and this request asks for {len(jobs)} more"
+                raise APIError(429, f"{rule}, {len(self._waiting)} wait already; try again later", "queue_full")
             self._waiting += jobs
             self._changed.notify()
             self._count()

@@ -112,7 +112,7 @@ def _positions(config: Any, name: str) -> int:
     for rope in rope_settings(config):
         if rope.get("rope_type") == "yarn" and (original := rope.get("original_max_position_embeddings")):
             positions = max(positions, int(original * (rope.get("factor") or 1)))  # none: as far as the positions go
-        if rope.get("rope_type") == "linear" and rope["factor"] > 1:
+        if rope.get("rope_type") in ("linear", "dynamic") and (rope.get("factor") or 1) > 1:
             logger.info(f"{name} has {positions} positions: texts end there, also where its rotary factor reaches on")
         if rope.get("rope_type") == "longrope":
             positions = min(positions, int(rope["original_max_position_embeddings"]))

@@ -43,7 +43,7 @@ def label(
     hidden_BLH, aux_BLK = target.forward_rows(ids, torch.ones_like(ids), positions, target_layers)
     for row, finite_L in zip(rows, hidden_BLH.isfinite().all(-1).cpu()):
         if not finite_L[: len(row)].all():
-            raise overflow(target, row)
+            raise Overflow(target, row)
     wanted_BL = pad_sequence([torch.tensor([*mask[1:], False]) for mask in labelled_at], batch_first=True)
     hidden_NH = hidden_BLH[wanted_BL.to(device)]
     chosen_N = torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
@@ -61,22 +61,21 @@ def label(
     return labelled
 
 
-def overflow(target: Target, ids: Sequence[int]) -> ValueError:
-    """For a text of which a state is no number: then its logits are none, and token 0 would be chosen from there on."""
-    dtype = str(target.dtype).removeprefix("torch.")
-    return ValueError(
-        f"the target's states must be finite; in {dtype} some of the text that begins with the tokens {list(ids[:8])} "
-        "are not; take --dtype bfloat16 or float32, or leave the text out"
-    )
+class Overflow(ValueError):
+    """For a text of which a state is no number: then its logits are none, and token 0 would be chosen there."""
+
+    def __init__(self, target: Target, ids: Sequence[int]) -> None:
+        dtype = str(target.dtype).removeprefix("torch.")
+        super().__init__(
+            f"the target's states must be finite; in {dtype} some of the text that begins with the tokens "
+            f"{list(ids[:8])} are not; take --dtype bfloat16 or float32, or leave the text out"
+        )
 
 
-def check_decoded(target: Target, hidden: Tensor, ids: Sequence[int]) -> None:
-    """ValueError where `hidden`, the newest states of a decoded text, are not finite, as those after an overflow are.
-
-    In float16 alone, whose largest number is 65,504. Waits for the device.
-    """
-    if target.dtype == torch.float16 and not hidden.isfinite().all():
-        raise overflow(target, ids)
+def not_finite(target: Target, hidden: Tensor) -> Tensor | None:
+    """[B] bool, whether some of the states `[B, n, H]` of each text are no numbers. In float16, whose largest number is
+    65,504; None for other types, in which no target's states are so large."""
+    return ~hidden.isfinite().flatten(1).all(1) if target.dtype == torch.float16 else None
 
 
 def own_logits(target: Target, hidden: Tensor) -> Tensor:

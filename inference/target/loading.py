@@ -76,8 +76,8 @@ def load_model(
             of_config = str(error).startswith("Unrecognized configuration class")
             reason = "is no causal LM" if of_config else "cannot be loaded"
             raise ValueError(f"the target {path} ({config.model_type}) {reason}: {error}") from None
-        except ImportError as error:
-            raise ValueError(f"the target {path} cannot be loaded without a further package: {error}") from None
+        except ImportError:
+            raise
         except Exception:
             _check_can_be_built(path, config)
             raise
@@ -103,12 +103,14 @@ def _check_can_be_built(path: str, config: Any) -> None:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Turn what is raised for files that are cut short, and for weights that cannot be joined as experts of which one
-    is missing, into a ValueError."""
+    """Turn what is raised for files that are cut short, for weights that cannot be joined as experts of which one is
+    missing, and for a package that is not installed, into a ValueError."""
     try:
         yield
     except (SafetensorError, EOFError, UnpicklingError) as error:
         raise _unreadable(path, str(error)) from None
+    except ImportError as error:  # of a quantisation
+        raise ValueError(f"{path} cannot be loaded without a further package: {error}") from None
     except RuntimeError as error:
         if "PytorchStreamReader" in str(error) or "unexpected EOF" in str(error):
             raise _unreadable(path, str(error)) from None

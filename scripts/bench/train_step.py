@@ -6,7 +6,7 @@ Both arms train the same head on the same rows in one process, in turn: target f
 
 - ours: rows of similar length (`--tokens_per_batch`), the target's hidden states without mask and logits, attention
   a few anchors at a time, fused losses
-- plain: rows in the order of the file, `--rows_per_batch` each, padded; the target's logits at every position, one
+- plain: rows as they were drawn, `--rows_per_batch` each, padded; the target's logits at every position, one
   dense mask for all anchors, `F.ctc_loss` and `F.cross_entropy` on the logits of all windows
 
 Peak memory is that of one pass above what was there before, each arm in a process of its own.

@@ -205,3 +205,20 @@ def test_an_import_says_how_deep_a_head_drafts_and_that_it_names_another_target(
     more = str(tmp_path / "o"), "--passes", "3"
     status, told = run_script("scripts/import_head.py", "--head", str(tmp_path / "m"), *flags[2:], *more)
     assert status == 1 and "--passes are those of an EAGLE-3 head" in told
+
+
+def test_medusa_folders_that_engines_load_are_read(tmp_path):
+    """A shared LM head that is there as the first offset's, and names with the prefix of a whole model."""
+    head = medusa()
+    with torch.no_grad():
+        for one in head.offset_heads[1:]:
+            one.vocabulary.weight.copy_(head.offset_heads[0].vocabulary.weight)
+    write_folder(head, "vllm-medusa", tmp_path, TARGET, "t")
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: x for name, x in tensors.items() if not name.startswith("lm_heads.") or name == "lm_heads.0.weight"}
+    save_file({f"medusa_heads.{name}": x for name, x in kept.items()}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"original_lm_head": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = read_folder(tmp_path)
+    for name, weight in head.state_dict().items():
+        assert torch.equal(read.state_dict()[name], weight), name

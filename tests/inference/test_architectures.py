@@ -269,6 +269,7 @@ def test_layers_that_give_several_states_of_a_token_are_not_read():
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 256),  # the config's are more
         ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}, 256),
         ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
         ({"rope_type": "default"}, 256),
     ],
 )
@@ -276,4 +277,6 @@ def test_yarn_stretches_the_positions_of_a_config_that_has_the_original_ones(rop
     caplog.set_level("INFO")
     target = Target(_model("qwen2", rope_parameters={"rope_theta": 1e4, **rope}), name="stretched")
     assert target.max_positions == positions
-    assert ("stretched has 256 positions: texts end there" in caplog.text) == (rope["rope_type"] == "linear")
+    assert ("stretched has 256 positions: texts end there" in caplog.text) == (
+        rope["rope_type"] in ("linear", "dynamic")
+    )

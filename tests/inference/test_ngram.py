@@ -1,7 +1,10 @@
 """ANPD's proposals against a count over the whole text, done again for every token."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from draft_heads.inference.drafters.hybrid.merge import PhraseSource
 from draft_heads.inference.drafters.text.ngram import LANE, NgramDrafter, NgramTable
 from tests.inference.text_drafters import begin, go_on, proposal, texts
 
@@ -167,3 +170,17 @@ def test_a_tree_holds_the_likeliest_paths_and_siblings_differ(max_nodes, branche
 def test_options_that_make_no_sense_are_refused(options, told):
     with pytest.raises(ValueError, match=told):
         NgramDrafter(**options)
+
+
+def test_evidence_of_long_contexts_is_told_from_that_of_short_ones():
+    """Acceptance is learned for each level, count and place behind a longer context apart, however long these are."""
+
+    def entry(level, count, *longer):
+        levels = [*longer, (level, (7, count, -1, 0, count))]
+        return PhraseSource(SimpleNamespace(levels=lambda context: levels)).proposals(None, 0, ())[0][7][0]
+
+    behind = (30, (9, 1, -1, 0, 1))  # which proposes another token
+    found = {
+        entry(level, count, *longer) for level in range(1, 25) for count in (1, 2, 3) for longer in ((), (behind,))
+    }
+    assert len(found) == 24 * 3 * 2

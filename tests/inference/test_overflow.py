@@ -11,6 +11,7 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
+from draft_heads.inference.target.labels import Overflow
 from draft_heads.inference.target.target import Target
 from tests.inference.models import load_target, make_head, make_prompts
 from tests.tiny_chat import random_llama
@@ -101,29 +102,48 @@ def test_labels_of_states_that_are_no_numbers_are_refused(monkeypatch):
         target.label([[5, 6, 7], [7, 8]], False)  # what padding is does not matter
 
 
-@pytest.fixture
-def half():
-    """A float16 target of which the states are infinite at token 7, as sums above 65,504 are."""
+def half(lasts):
+    """A float16 target of which a state is infinite at token 7, as sums above 65,504 are, and, if that lasts, all later
+    ones are no numbers: else it is that of the last layer, which no other position reads."""
     model = random_llama().half()
+    layers = model.model.layers
     with torch.no_grad():
-        model.model.embed_tokens.weight[7] = torch.inf
+        if lasts:
+            model.model.embed_tokens.weight[7] = torch.inf
+            return Target(model)
+        model.model.embed_tokens.weight[:, 0] = 0  # a channel that token 7 alone has, and nothing writes
+        model.model.embed_tokens.weight[7, 0] = 100
+        for layer in layers:
+            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+        layers[-1].mlp.gate_proj.weight[:, 0] = layers[-1].mlp.up_proj.weight[:, 0] = 1000
     return Target(model)
 
 
-@pytest.mark.parametrize("prompt", [[5, 7], [5, 7, 6, 5]])
-def test_a_text_that_overflows_is_not_answered_with_token_0(half, prompt):
-    said = r"must be finite; in float16 some of the text that begins with the tokens \[5, 7.* are not; take --dtype"
-    assert len(DecodingEngine(half, VanillaDrafter()).generate([5, 6], SETTINGS).tokens) == 12
-    with pytest.raises(ValueError, match=said):
-        DecodingEngine(half, VanillaDrafter()).generate(prompt, SETTINGS)
-    for settings in (SETTINGS, GenerationSettings(1, ())):
-        with pytest.raises(ValueError, match=said):
-            BatchEngine(half, VanillaDrafter(slots=2)).generate([[5, 6], prompt], settings)
+@pytest.mark.parametrize("lasts", [True, False])
+@pytest.mark.parametrize("settings", [SETTINGS, GenerationSettings(1, ())])
+def test_a_text_that_overflows_is_not_answered_with_token_0(lasts, settings):
+    target, said = (
+        half(lasts),
+        r"in float16 some of the text that begins with the tokens \[5, 7\] are not; take --dtype",
+    )
+    for ahead in (False, True):
+        engine = DecodingEngine(target, VanillaDrafter(), ahead=ahead)
+        assert engine.generate([5, 6], settings).tokens == Oracle(target, settings).answer([5, 6])
+        with pytest.raises(Overflow, match=said):
+            engine.generate([5, 7], settings)
+        if not lasts:  # no token is chosen from that state
+            assert engine.generate([7, 6], settings).tokens == Oracle(target, settings).answer([7, 6])
+    batch = BatchEngine(target, VanillaDrafter(slots=2))
+    with pytest.raises(Overflow, match=said):
+        batch.generate([[5, 6], [5, 7]], settings)
+    ended = list(batch.as_completed([[5, 6], [5, 7], [6, 5]], [12] * 3, settings))
+    assert [one.number for one in ended if one.answer.finish_reason == "overflow"] == [1] and len(ended) == 3
 
 
-def test_an_answer_that_overflows_is_refused_at_its_end(half, monkeypatch):
+@pytest.mark.parametrize("lasts", [True, False])
+def test_an_answer_that_overflows_is_refused_at_its_end(lasts, monkeypatch):
     """Its prompt does not: the token comes later, here by another choice of the first step."""
-    prefill = StepRunner.prefill
+    target, prefill = half(lasts), StepRunner.prefill
 
     def seven(steps, ids, text):
         step, packed = prefill(steps, ids, text)
@@ -133,12 +153,11 @@ def test_an_answer_that_overflows_is_refused_at_its_end(half, monkeypatch):
 
     monkeypatch.setattr(StepRunner, "prefill", seven)
     monkeypatch.setattr("draft_heads.inference.batch.choices", lambda logits, *rest: torch.tensor([7]))
-    for engine, prompt in (
-        (DecodingEngine(half, VanillaDrafter()), [5, 6]),
-        (BatchEngine(half, VanillaDrafter()), [[5, 6]]),
-    ):
-        with pytest.raises(ValueError, match="must be finite; in float16"):
-            engine.generate(prompt, SETTINGS)
+    for ahead in (False, True):
+        with pytest.raises(Overflow, match="must be finite; in float16"):
+            DecodingEngine(target, VanillaDrafter(), ahead=ahead).generate([5, 6], SETTINGS)
+    with pytest.raises(Overflow, match="must be finite; in float16"):
+        BatchEngine(target, VanillaDrafter()).generate([[5, 6]], SETTINGS)
 
 
 def test_a_target_that_overflows_on_every_text_is_told_to_take_another_type():

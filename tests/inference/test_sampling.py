@@ -203,6 +203,8 @@ def test_typical_acceptance_keeps_the_longest_most_probable_path():
     engine = DecodingEngine(load_target("llama", torch.float64), VanillaDrafter(), accept=TypicalAcceptance())
     with pytest.raises(ValueError, match=r"\(accept=…\) decodes greedily only; got temperature 0.8; leave one"):
         engine.generate([5, 6], GenerationSettings(4, temperature=0.8))
+    with pytest.raises(ValueError, match="a step has one rule of acceptance"):
+        engine.generate([5, 6], GenerationSettings(4, typical=TypicalAcceptance(epsilon=0.5)))
 
 
 def test_typical_acceptance_weighs_paths_beside_a_token_that_processors_exclude():

@@ -1,6 +1,7 @@
 """What a study decodes, and which of its results are taken over when it is run again."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,3 +226,8 @@ def test_accuracy_is_measured_on_rows_that_are_there(tmp_path, monkeypatch, rows
         (tmp_path / "out" / "accuracy.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"accuracy\.json is damaged .*; add --overwrite to measure it again"):
             measure_study.accuracies({"medusa": tmp_path}, inputs, tmp_path / "out")
+    other = replace(inputs, dataset=["d"])
+    with pytest.raises(ValueError, match="was made from something else"):
+        measure_study.accuracies({"medusa": tmp_path}, other, tmp_path / "out")
+    (tmp_path / "out" / "accuracy.json").unlink()  # what failed had measured nothing
+    assert measure_study.accuracies({"medusa": tmp_path}, other, tmp_path / "out") == {"medusa": []}

@@ -66,9 +66,30 @@ def test_categories_get_their_own_row(files, tmp_path, capsys):
 
 
 def test_answers_decoded_together_have_no_speed_of_a_category(files, tmp_path, capsys):
-    files[1] = write(tmp_path / "a.jsonl", [{**one, "batch_size": 2} for one in DRAFTER])
+    for at, rows in ((1, DRAFTER), (3, BASELINE)):
+        files[at] = write(tmp_path / f"{at}.jsonl", [{**one, "batch_size": 2} for one in rows])
     assert score_answers.main([*files, "--questions", write(tmp_path / "q.jsonl", QUESTIONS)]) == 0
     assert {name: cells[3] for name, cells in table(capsys).items()} == {"writing": "-", "math": "-", "all": "4.50"}
+
+
+def test_answers_of_other_batches_have_no_speed_over_each_other(files, tmp_path, capsys):
+    files[1] = write(tmp_path / "a.jsonl", [{**one, "batch_size": 8} for one in DRAFTER])
+    files[3] = write(tmp_path / "b.jsonl", [{**one, "batch_size": 4} for one in BASELINE])
+    rows = tmp_path / "rows.json"
+    assert score_answers.main([*files, "--json", str(rows)]) == 0
+    told = capsys.readouterr().out
+    assert "γ is left out: answers and baseline were decoded 8 and 4 at once" in told
+    assert told.splitlines()[1].split() == ["all", "2", "3.16", "2.73", "-", "1/2"]
+    (row,) = json.loads(rows.read_text())["results"]
+    assert row["gamma"] is None and row["gamma_ci95"] is None and row["beta"] == pytest.approx(60 / 22)
+
+
+def test_that_the_first_of_several_choices_is_read_is_told(files, tmp_path, capsys, caplog):
+    several = [{**one, "choices": one["choices"] * 2} for one in DRAFTER[:1]] + DRAFTER[1:]
+    files[1] = write(tmp_path / "a.jsonl", several)
+    assert score_answers.main(files) == 0
+    assert table(capsys) == {"all": ["2", "3.16", "2.73", "4.50", "1/2"]}
+    assert "a.jsonl: the first of several choices is read, of 1 questions" in caplog.text
 
 
 def test_our_own_files_count_the_prefill(files, tmp_path, capsys):

@@ -20,6 +20,24 @@ def test_other_words_are_refused(text):
         arms.Arm("x", text)
 
 
+@pytest.mark.parametrize(
+    ("value", "text", "same"),
+    [
+        (0.01, "1e-2", True),
+        (0.01, "0.01", True),
+        (0.01, "1", False),
+        (4, "4", True),
+        (True, "true", True),
+        (True, "1", False),
+        ([1, 2], "1 2", True),
+        ("chain", "chain", True),
+        (0.01, "none", False),
+    ],
+)
+def test_the_value_of_an_option_is_what_was_written_for_it(value, text, same):
+    assert arms.is_written(value, text) == same
+
+
 def test_a_training_that_fails_is_told_with_its_last_line(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text('import sys\nprint("loading")\nsys.exit("error: no such folder")\n')

@@ -13,11 +13,12 @@ import yaml
 from transformers import AutoConfig
 
 from draft_heads.configs.recipes import SIZE_CLASSES, load_recipe, recipe_names
-from draft_heads.data.common.processes import trains_on_gpu
+from draft_heads.data.common.processes import Processes, trains_on_gpu
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.command import answer_help
 from draft_heads.train.recipe import has_gpu, sized_recipe
+from draft_heads.train.run_folder import check_same_steps
 from draft_heads.train.training_arguments import defaults_beside, options_parser, parse_options
 
 TARGET = "tests/tiny_target"
@@ -371,3 +372,13 @@ def test_a_mac_trains_on_its_cpu(monkeypatch, found, gpu):
     assert trains_on_gpu() == has_gpu({}) == gpu and not has_gpu({"use_cpu": True})
     if not gpu:
         assert parse_options(CTCConfig, [*GIVEN, "--config", "1b-cpu"])[2].use_cpu
+
+
+def test_the_steps_at_which_processes_wait_for_each_other_are_compared(monkeypatch):
+    told = []
+    monkeypatch.setattr(Processes, "check_same", lambda self, given: told.append(given))
+    run, _, training = parse_options(CTCConfig, [*GIVEN, "--use_cpu", "--logging_steps", "7", "--simulate_rows", "3"])
+    check_same_steps(run, training)
+    assert told[0]["logging_steps"] == 7 and told[0]["simulate_rows"] == 3
+    assert {"save_steps", "save_strategy", "eval_steps", "eval_strategy", "eval_delay"} <= told[0].keys()
+    assert not {"output_dir", "seed", "log_level"} & told[0].keys()

@@ -111,6 +111,8 @@ def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
     betas = {float(t): float(b) for t, b in re.findall(r"temperature (\S+) +simulated β (\S+)", told)}
     assert len(betas) == 3 and len(set(betas.values())) > 1, told
     tuned = json.loads(tree.read_text())
+    answers, tokens = map(int, re.findall(r"simulated β: (\d+) answers of 8 rows .*, (\d+) tokens", told)[0])
+    assert (tuned["answers"], tuned["answer_tokens"]) == (answers, tokens) and 8 <= answers <= tokens
     assert betas[tuned["tree_temperature"]] == max(betas.values())
     assert tuned["max_nodes"] == int(max(tuned["speed"], key=lambda nodes: tuned["speed"][nodes]["gamma"]))
     target = Target.from_pretrained(TARGET)

@@ -51,6 +51,25 @@ def test_files_are_shared_among_the_processes_of_a_node(monkeypatch, environment
     assert Processes(5, 8).on_this_node() == node and ALONE.on_this_node() == ALONE
 
 
+def test_a_process_that_has_ended_is_told_by_those_that_wait_for_it(monkeypatch):
+    def closed(*_, **__):
+        raise RuntimeError("[../gloo/transport/tcp/pair.cc:554] Connection closed by peer\nand more")
+
+    for name in ("barrier", "all_gather_object", "broadcast_object_list"):
+        monkeypatch.setattr(dist, name, closed)
+    second = Processes(1, 2)
+    for wait in (
+        second.wait,
+        lambda: second.first_of(None),
+        lambda: second.check_same({}),
+        second.first_alone().__enter__,
+    ):
+        with pytest.raises(
+            ValueError, match=r"another process of this run has ended \(.*closed by peer\); its own lines"
+        ):
+            wait()
+
+
 def test_the_file_of_a_shared_folder_goes_where_another_process_dies(tmp_path, monkeypatch):
     processes = Processes(0, 2)
     monkeypatch.setattr("draft_heads.data.common.processes.dist.broadcast_object_list", lambda *_, **__: None)

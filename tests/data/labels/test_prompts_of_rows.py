@@ -2,10 +2,12 @@
 
 import pytest
 
+from draft_heads.data.labels.answer_journal import count_answers
 from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.text.chat_template import read_chat_template
+from draft_heads.data.text.errors import ConversationError
 from tests.data.text.test_chat_forms import CHAT, FORMS, SYSTEM, tokenizer_of
 from tests.data.text.test_template_probe import dataset, own_target
 from tests.tiny_chat import byte_tokenizer
@@ -66,3 +68,24 @@ def test_a_row_ends_behind_bytes_of_no_letter():
     assert [row.ids[: len(prompt)] for row, prompt in zip(rows, asked, strict=True)] == asked
     text = distiller.renderer.text([CHAT[0], {"role": "assistant", "content": "\ufffd"}, CHAT[2]], True)
     assert asked[1] == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_row_whose_states_overflow_is_named_or_left_out(skip, tmp_path):
+    tokenizer, journal = tokenizer_of("phi"), tmp_path / "answers.jsonl"
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+
+    def answers(prompts, limits):
+        for index, _ in enumerate(prompts):
+            yield index, Answer([5], "overflow", True) if index else Answer([5, end], "end", True)
+
+    options = DistillOptions(labels="generate", max_new_tokens=40, max_length=256, skip_bad_rows=skip)
+    rows = Distiller(own_target(tokenizer), options, answers).rows(dataset(CHAT, CHAT), 0, journal)
+    reason = "are no finite numbers in its type: take --dtype bfloat16 or float32"
+    if not skip:
+        with pytest.raises(ConversationError, match=f"row 2 .*{reason}; or set skip_bad_rows"):
+            list(rows)
+        return
+    by_number = {row.number: row for row in rows if row.skipped or row.number == 0}
+    assert reason in by_number[1].skipped and not by_number[1].mask and any(by_number[0].mask)
+    assert count_answers(journal) == sum(turn["role"] == "user" for turn in CHAT)  # those of the other

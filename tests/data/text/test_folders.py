@@ -10,7 +10,7 @@ import pytest
 from draft_heads.data.text.json_rows import read_rows
 
 
-@pytest.mark.parametrize("copy", ["train.jsonl.gz", "train.jsonl.BAK", "train.jsonl.backup", "train.jsonl.mine"])
+@pytest.mark.parametrize("copy", ["train.jsonl.gz", "train.jsonl.BAK", "train.jsonl.mine", "train.jsonl.2026-11-29"])
 def test_a_file_and_its_copy_in_a_folder_are_not_both_read(tmp_path, copy):
     line = json.dumps({"messages": []}).encode() + b"\n"
     (tmp_path / "train.jsonl").write_bytes(line)
@@ -49,6 +49,16 @@ def test_parts_that_are_missing_are_told_by_the_names_of_the_others(tmp_path, na
         list(read_rows(str(tmp_path), "train"))
 
 
+def test_two_copies_of_a_part_by_its_number_are_told(tmp_path):
+    line = json.dumps({"messages": []}) + "\n"
+    for name in ("log.json", "log.json.1", "log.json.2.gz"):  # as log files are rotated
+        (tmp_path / name).write_bytes(gzip.compress(line.encode()) if name.endswith("gz") else line.encode())
+    assert len(list(read_rows(str(tmp_path), "train"))) == 3
+    (tmp_path / "log.json.1.gz").write_bytes(gzip.compress(line.encode()))
+    with pytest.raises(ValueError, match=r"log\.json\.1 and log\.json\.1\.gz would both be read"):
+        list(read_rows(str(tmp_path), "train"))
+
+
 @pytest.mark.parametrize("unread", ["train-00001-of-00002.jsonl.crdownload", "train-00001-of-00002.jsonl"])
 def test_a_part_is_there_when_it_is_read_and_not_empty(tmp_path, unread):
     header = "configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train-*.jsonl\n"
@@ -69,9 +79,10 @@ def test_a_whole_split_is_read_beside_one_with_missing_parts(tmp_path, split):
 def test_parts_of_compressed_json_are_counted_and_one_with_two_names_is_a_copy(tmp_path):
     line = json.dumps({"messages": []}).encode() + b"\n"
     (tmp_path / "c4-train.00000-of-00002.json.gz").write_bytes(gzip.compress(line))
+    (tmp_path / "c4-train.00001-of-00002.md5").write_text("1f")
     with pytest.raises(ValueError, match="the names of c4-train… tell of 2 parts, and 1 are there"):
         list(read_rows(str(tmp_path), "train"))
-    (tmp_path / "c4-train.00001-of-00002.json.gz").write_bytes(gzip.compress(line))
+    (tmp_path / "c4-train.00001-of-00002.json.GZ").write_bytes(gzip.compress(line))
     assert len(list(read_rows(str(tmp_path), "train"))) == 2
     (tmp_path / "c4-train.00001-of-00002-1f.json.gz").write_bytes(gzip.compress(line))
     with pytest.raises(ValueError, match="would both be read"):

@@ -170,6 +170,8 @@ def test_more_requests_than_may_wait_are_refused(slow, monkeypatch):
         assert all(isinstance(one, openai.RateLimitError) for one in refused)
         assert sum(one.exception() is None for one in asked) == 2
         assert refused[0].code == "queue_full" and refused[0].response.headers["retry-after"] == "1"
+        assert "this request asks for 1 more, 2 wait already" in str(refused[0])
+        assert running.response.headers["x-accel-buffering"] == "no"
 
 
 def test_a_shutdown_lets_running_answers_end(target, engine, slow):

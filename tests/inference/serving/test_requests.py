@@ -248,10 +248,12 @@ def test_other_errors_have_the_same_form(served):
         bad = httpx.post(f"{address}/v1/chat/completions", content=body, headers=key)
         assert bad.status_code == 400 and "the body must be" in bad.json()["error"]["message"]
     assert httpx.get(f"{address}/v1/nothing", headers=key).json()["error"]["message"] == "Not Found"
-    assert httpx.get(f"{address}/v1/completions", headers=key).status_code == 405
+    wrong_method = httpx.get(f"{address}/v1/completions", headers=key)
+    assert wrong_method.status_code == 405 and wrong_method.headers["allow"] == "POST"
     for wrong in ("another key", "a kéy", "a"):
         header = {"Authorization": f"Bearer {wrong}".encode()}
         refused = httpx.post(f"{address}/v1/chat/completions", json={}, headers=header)
+        assert refused.headers["www-authenticate"] == "Bearer"
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
     for header, status in ((f"bearer {KEY}", 200), (f"BEARER  {KEY}", 200), (KEY, 401), (f"Basic {KEY}", 401)):
         assert httpx.get(f"{address}/v1/models", headers={"Authorization": header}).status_code == status
