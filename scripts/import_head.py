@@ -54,11 +54,9 @@ def run() -> None:
     if args.passes and not isinstance(read.config, Eagle3Config):
         raise ValueError(f"--passes are those of an EAGLE-3 head; {args.head} is {read.config.title}; leave it out")
     trained_for = stated_target(config)
-    names = {
-        part.rpartition("--")[2].lower()
-        for path in (Path(args.target), Path(args.target).resolve())
-        for part in path.parts
-    }
+    paths = Path(args.target), Path(args.target).resolve()
+    names = {path.name.lower() for path in paths}
+    names |= {part.rpartition("--")[2].lower() for part in paths[1].parts if part.startswith("models--")}
     if trained_for and Path(trained_for).name.lower() not in names:  # in the hub's cache models--OWNER--NAME
         print(
             f"note: {args.head} says that it is for {trained_for}; {args.target} has its sizes, the weights may differ"

@@ -313,6 +313,9 @@ def write_study(
     needs = dict[str, list[str]]()
     for (row, column), cell in study.cells.items():
         what = lacking(study, cell, inputs)
+        asked = mix_parts(study, cell.benchmark, inputs) if cell.of_report else True
+        if what and not asked and (output / f"{cell.run}_{cell.benchmark}" / "report.json").is_file():
+            what += ", of which an earlier call has a report: name it again"
         if what is None and (row, column) not in measured:
             what = f"questions of {cell.benchmark} of the category {cell.category}"
         elif what is None and measured[row, column] is None:

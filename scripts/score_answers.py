@@ -155,17 +155,19 @@ def report_rows(
     run_code: bool,
     seed: int,
     name: str,
+    asked: str = "",
 ) -> list[dict[str, Any]]:
     """The rows of report.json that follow from the answers: of each benchmark, with `questions` also of each category.
 
-    name: of the drafter and of the benchmark, where the answers say neither
+    name: of the drafter, and without `asked` of the benchmark, where the answers say neither
+    asked: what the questions are called
     """
     found = []
     for benchmark in dict.fromkeys(benchmark for benchmark, _ in answers):
         own, plain = ({key: one[key] for key in one if key[0] == benchmark} for one in (answers, baseline))
         drafter = next((answer.model for answer in own.values() if answer.model), name)
         for category, score in score_answers(own, plain, questions, run_code, seed).items():
-            found.append(score.row(benchmark or name, category, drafter))
+            found.append(score.row(benchmark or asked or name, category, drafter))
     return found
 
 
@@ -219,7 +221,7 @@ def run(arguments: list[str] | None) -> None:
         raise ValueError(f"--seed is of the intervals in --json, which is not given; got {options.seed}; leave it out")
     if options.json:
         check_writable(options.json)
-    answers, asked = read_answers(options.answers), None
+    answers, asked, name = read_answers(options.answers), None, ""
     baseline = with_names_of(answers, read_answers(options.baseline))
     if options.questions:
         name, asked = answered_questions(options.questions, answers)
@@ -231,7 +233,8 @@ def run(arguments: list[str] | None) -> None:
     if sizes := scores[None].other_batches:
         print(f"γ is left out: answers and baseline were decoded {sizes} at once, and such speeds do not compare")
     if options.json:
-        rows = report_rows(answers, baseline, asked, options.run_code, options.seed or 0, options.answers.stem)
+        named = "" if name == "questions" else name  # which neither the answers nor --questions NAME=FILE say
+        rows = report_rows(answers, baseline, asked, options.run_code, options.seed or 0, options.answers.stem, named)
         files = {"answers": options.answers, "baseline": options.baseline}
         settings = {name: file.name for name, file in files.items()}
         settings |= {f"{name}_checksum": checksum(file) for name, file in files.items()} | {"seed": options.seed or 0}

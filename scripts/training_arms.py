@@ -7,13 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from draft_heads.configs.options import true_or_false
 from draft_heads.configs.recipes import RECIPES
 from draft_heads.configs.yaml_files import read_yaml
 from draft_heads.data.common.files import write_text
@@ -59,14 +58,14 @@ class Arm:
 
 
 def is_written(value: Any, text: str) -> bool:
-    """Whether an option's value is what was written for it; in YAML 1e-2 would be a text."""
+    """Whether an option's value is what was written for it, as the trainers read that."""
     if isinstance(value, list):
         return " ".join(map(str, value)) == text
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        with suppress(ValueError):
-            return float(text) == value
-    written = yaml.safe_load(text)
-    return type(written) is type(value) and bool(written == value)
+    read = {bool: true_or_false, int: float, float: float}.get(type(value), str)
+    try:
+        return bool(read(text) == value)
+    except ValueError:
+        return False
 
 
 def usual_values(kind: str, name: str, layers: int) -> list[Any]:

@@ -123,7 +123,9 @@ def run() -> None:
     best = best_temperature(betas)
     print(f"simulated β: {answers:,} answers of {len(held_out)} rows are the target's own text, {tokens:,} tokens")
     if 0 < answers < FEW_ANSWERS:
-        print(f"so few say little of a temperature: ask for at least {FEW_ANSWERS} (more --rows, labels of generate)")
+        print(
+            f"so few say little of a temperature: have {FEW_ANSWERS} or more: --labels generate, more held-out --rows"
+        )
     for temperature, beta in betas.items():
         print(f"temperature {temperature:<5g} simulated β {beta:.3f}{'  <' if temperature == best else ''}")
     if betas[best] != betas[best]:

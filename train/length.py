@@ -94,6 +94,11 @@ class RunLength:
                 f"a run of {self.steps:,} steps is too short: a head needs a few hundred at least; "
                 f"--num_train_epochs {epochs} has {epochs * self.steps_per_epoch:,} steps, --max_steps {ENOUGH_STEPS} "
                 f"has {ENOUGH_STEPS}"
+                + (
+                    ", and a lower --gradient_accumulation_steps has more"
+                    if args.gradient_accumulation_steps > 1
+                    else ""
+                )
             )
         warm = args.get_warmup_steps(self.steps)
         return found + long_warm_up(args, warm, self.steps) + late_intervals(args, self.steps)

@@ -163,7 +163,10 @@ def sized_recipe(kind: str, config: Any, parser: argparse.ArgumentParser, gpu: b
     name, with_gpu = size_class(parameters, gpu), size_class(parameters)
     line = f"{kind}/{name}, by the {size} parameters of the target's config"
     line += "" if name == with_gpu else f", without a GPU (with one: --config {with_gpu})"
-    return _bundled(kind, name, line, config, parser)
+    recipe = _bundled(kind, name, line, config, parser)
+    if not gpu and recipe.settings.pop("bf16", False):
+        recipe.line += "; it is for a GPU, of which there is none here: without its bf16, and slow"
+    return recipe
 
 
 def _bundled(kind: str, name: str, line: str, config: Any, parser: argparse.ArgumentParser) -> Recipe:

@@ -51,12 +51,12 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     program = this_program()  # before the code is edited or updated under a run
     use_threads(run.threads)
     set_seed(args.seed)
+    check_same_steps(run, args)
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")
     every_setting["data"] = [load_distilled(source).content for source in run.dataset]
     defaults = {x.name: x.default for options in (RunOptions, TrainingOptions, config_type) for x in fields(options)}
     defaults = {name: value for name, value in defaults.items() if value is not MISSING} | {"deepspeed_config": None}
     unknown = set(INTERVALS) - args.own_intervals  # until the run's length is known
-    check_same_steps(run, args)
     check_folder(args, {name: value for name, value in every_setting.items() if name not in unknown}, defaults)
     target = load_target(run, args)
     settings = settings_for_target(settings, config_type, target)

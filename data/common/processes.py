@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 TOKEN = ".shared-"  # prefix of the file that shows whether all processes see the same folder
 _TOLD_AFTER = 60.0  # seconds; `WORLD_SIZE` may also be what another program has left in the environment
 _LONGEST_WAIT = timedelta(days=7)  # for a process whose share of the work takes longer
+
+_PEER_IS_GONE = re.compile(r"closed by peer|likely closed|Connection (reset|refused)|Broken pipe|remote process exited")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class Processes:
             raise
         finally:
             if self.count > 1:
-                dist.broadcast_object_list(failure, src=0)
+                with _others_may_end() if failure[0] is None else suppress(RuntimeError):  # else that is the reason
+                    dist.broadcast_object_list(failure, src=0)
 
     def check_same(self, given: Mapping[str, Any]) -> None:
         """ValueError on every process unless all were given the same values, as JSON, by name.
@@ -108,14 +112,16 @@ class Processes:
         if self.count == 1:
             return
         name = [uuid4().hex]
-        dist.broadcast_object_list(name, src=0)
+        with _others_may_end():
+            dist.broadcast_object_list(name, src=0)
         written = folder / f"{TOKEN}{name[0]}"
         if self.rank == 0:
             written.touch()
         try:
             self.wait()
             seen: list[bool | None] = [None] * self.count
-            dist.all_gather_object(seen, written.is_file())
+            with _others_may_end():
+                dist.all_gather_object(seen, written.is_file())
         finally:  # also where another process has died
             if self.rank == 0:
                 written.unlink()
@@ -133,13 +139,15 @@ class Processes:
 
 @contextmanager
 def _others_may_end() -> Iterator[None]:
-    """Where processes wait for each other: ValueError for one that has ended, which has said why."""
+    """Where processes wait for each other: ValueError for one that has ended, which has said why. Other errors pass."""
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0][:200]
+        if not _PEER_IS_GONE.search(str(error)):
+            raise
         raise ValueError(
-            f"another process of this run has ended ({reason}); its own lines say why, and what to do then"
+            f"another process of this run has ended ({str(error).splitlines()[0][:200]}); its own lines say why, and "
+            "what to do then"
         ) from None
 
 
@@ -165,6 +173,8 @@ def own_device(device: str | None) -> str | None:
             f"--device auto spreads the target over the GPUs of one process; this run has {count}; start one, or leave "
             "it out, and each process takes a GPU"
         )
+    if (device == "auto" and torch.backends.mps.is_available()) or str(device).startswith("mps"):
+        raise ValueError(f"--device {device}: a Mac's GPU has no float64 and is not used; leave it out for the CPU")
     if device not in (None, "auto"):
         try:
             named = torch.device(device)

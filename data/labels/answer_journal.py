@@ -61,10 +61,9 @@ class AnswerJournal:
         try:
             for place, answer in ended:
                 index = rest[place]
-                if answer.finish != "overflow":  # which another type may answer
-                    with names_path(self._path):
-                        file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
-                        file.flush()
+                with names_path(self._path):
+                    file.write(_line(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)))
+                    file.flush()
                 yield index, answer
         finally:
             with names_path(self._path):

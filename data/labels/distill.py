@@ -109,7 +109,16 @@ def distill(
     processes.check_shared(Path(output), "output")
     folder = folder or ShardFolder.join(output)
     distiller.named_by = folder.manifest.get("named_by")
-    own = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
+    missing_rows = folder.missing(len(loaded.dataset), options.shard_rows)
+    all_rows = sum(map(len, missing_rows)) == len(loaded.dataset)
+    if processes.rank == 0 and all_rows and len(missing_rows) < min(processes.count, len(loaded.dataset)):
+        logger.warning(
+            "%d processes share %d shards, so some have nothing to do: --overwrite --shard_rows %d makes enough",
+            processes.count,
+            len(missing_rows),
+            len(loaded.dataset) // processes.count or 1,
+        )
+    own = missing_rows[processes.rank :: processes.count]
     shards = [loaded.dataset.select(rows) for rows in own]
     sizes = [sum(map(distiller.count_units, shard)) for shard in shards]
     total, done = sum(sizes), 0
@@ -167,7 +176,10 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
             manifest["counts"]["unfinished"],
             manifest["counts"]["rows"],
             distiller.options.max_new_tokens,
-            ', or give rows "chat_template_kwargs": {"enable_thinking": false}' if thinks else "",
+            ", or answer without thoughts: a copy of the chat template that begins with {% set enable_thinking = false "
+            "%}, as --chat_template of all commands"
+            if thinks
+            else "",
         )
     if unasked := manifest["counts"].get("unasked"):
         logger.warning(

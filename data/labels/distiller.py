@@ -25,7 +25,10 @@ from draft_heads.data.text.conversations import conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
 
 logger = logging.getLogger(__name__)
-_OVERFLOW = "the target's states of this text are no finite numbers in its type: take --dtype bfloat16 or float32"
+_OVERFLOW = (
+    "the target's states of this text are no finite numbers in its type: take --dtype bfloat16 or float32, and another "
+    "output"
+)
 
 
 @dataclass
@@ -131,8 +134,7 @@ class Distiller:
                 self.advance(1)
                 row, prompt = answering[index]
                 if answer.finish == "overflow":
-                    self._reject(row, ConversationError(_OVERFLOW))
-                    yield row
+                    yield from self._overflowed(row)
                     continue
                 self._add_answer(row, prompt, answer)
                 yield from self._ended(row, asked)
@@ -158,7 +160,13 @@ class Distiller:
             batch = unlabelled[start : start + self.options.batch_size]
             texts, masks = [row.ids for row in batch], [row.mask for row in batch]
             keep_hidden, layers = self.hidden_dtype is not None, self.options.target_layers
-            for row, labelled in zip(batch, self.target.label(texts, keep_hidden, layers, masks), strict=True):
+            try:
+                every = self.target.label(texts, keep_hidden, layers, masks)
+            except ValueError as error:
+                if (bad := getattr(error, "row", None)) is None:
+                    raise
+                raise ValueError(f"{batch[bad].place} (id {batch[bad].id}): {_OVERFLOW}, or leave it out") from None
+            for row, labelled in zip(batch, every, strict=True):
                 # what a forward chooses may differ: a processor may depend on how long the answer might have become
                 own = labelled._replace(greedy_ids=row.own_labels()) if row.own else labelled
                 yield row.number, self._record(row, own)
@@ -289,6 +297,19 @@ class Distiller:
             row.ids, row.mask = [], []
         row.labelled = None
         asked.append((row, prompt))
+
+    def _overflowed(self, row: Row) -> Iterator[Row]:
+        """The row without its last question, whose answer is none; rejected where no answer comes before."""
+        if not (row.ids or row.begun):
+            self._reject(row, ConversationError(_OVERFLOW))
+            yield row
+            return
+        logger.warning("%s (id %s): no further question is answered: %s", row.place, row.id, _OVERFLOW)
+        self.unasked += 1 + len(row.pending)
+        row.pending = []
+        if not any(row.mask):
+            row.skipped = _OVERFLOW
+        yield from self._finished(row)
 
     def _asks(self, messages: Messages, extra: dict[str, Any]) -> bool:
         """Whether a conversation can be asked its last question."""

@@ -111,13 +111,14 @@ def made_for(kind: str, loaded: str, loaded_hash: str, target: Any) -> dict[str,
     loaded  the path of its head or draft model; loaded_hash: the `weights_hash` of it; target: the `Target`
     """
     device = target.device
+    processor = f"{platform.machine()} with {torch.get_num_threads()} threads"
     return {
         "kind": kind,
         "loaded": loaded,
         "loaded_weights_hash": loaded_hash,
         "target": target.name,
         "target_weights_hash": target.fingerprint()["weights_hash"],
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
     }
 
 

@@ -335,6 +335,14 @@ def time_engines(
     return totals
 
 
+def _warm_up_or_none(engine: AnyEngine, prompt: Any, settings: GenerationSettings) -> list[Generation | None]:
+    """As `_generate_or_none`; [None] also for a text whose states overflow, which is no question."""
+    try:
+        return _generate_or_none(engine, [prompt], settings)
+    except Overflow:
+        return [None]
+
+
 def endless(settings: GenerationSettings) -> GenerationSettings:
     """For a warm-up: nothing ends it before its tokens do, as programs are compiled in the second step and later."""
     return replace(settings, max_new_tokens=WARM_UP_TOKENS, eos_token_ids=(), stop_strings=(), stop=None)
@@ -358,9 +366,8 @@ def warm_up(
         for question in questions:
             reversed_words = {"role": "user", "content": " ".join(question.turns[0].split()[::-1])}
             prompt = tuple(render([*question.opening, reversed_words], question.extra))
-            with suppress(Overflow):
-                found, _ = meter.measure(name, partial(_generate_or_none, engine, [prompt], short))
-                if found != [None]:
-                    break
+            found, _ = meter.measure(name, partial(_warm_up_or_none, engine, prompt, short))
+            if found != [None]:
+                break
         if hasattr(engine, "drafter"):
             forget_all(engine.drafter)

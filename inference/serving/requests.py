@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from draft_heads.data.generation_config import processor_settings
 from draft_heads.data.labels.labeller import checked_ids
+from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.rendering import check_unicode
-from draft_heads.data.text.row_keys import prompt_messages, without_none
+from draft_heads.data.text.row_keys import further_of_row, prompt_messages, without_none
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
 from draft_heads.inference.sampling import SEEDS, seed_of
 from draft_heads.inference.serving.errors import APIError
@@ -205,7 +206,6 @@ class ChatRequest(DecodingRequest):
         "add_generation_prompt": (True,),
         "add_special_tokens": (False,),  # the chat template writes them
         "continue_final_message": (False,),
-        "chat_template_kwargs": ({},),
     }
 
     messages: Annotated[
@@ -214,6 +214,10 @@ class ChatRequest(DecodingRequest):
         must_be("a list of at least one message", 'write [{"role": "user", "content": "…"}]'),
     ]
     max_completion_tokens: Limit = None
+    chat_template_kwargs: Annotated[
+        dict[str, bool | int | float | str] | None,
+        must_be("settings that the chat template reads", 'write for example {"enable_thinking": false}'),
+    ] = None
 
     def limit(self, server: ServerLimits) -> tuple[str, int]:
         if self.max_completion_tokens:
@@ -224,12 +228,27 @@ class ChatRequest(DecodingRequest):
         return super().limit(server)
 
     def prompts(self, target: Target) -> list[list[int]]:
-        messages = [message.plain() for message in self.messages]
+        messages, extra = [message.plain() for message in self.messages], self._extra(target)
         if len(messages) > _LONG_CHAT and target.tokenizer is not None:  # the checks below render it once for each turn
-            text = target.renderer.text(messages, add_generation_prompt=True)
+            text = target.renderer.text(messages, True, extra)
             check_unicode(text)
             room(target, len(target.tokenizer(text, add_special_tokens=False)["input_ids"]), 1)
-        return [prompt_ids(target, messages)]
+        if not extra:
+            return [prompt_ids(target, messages)]
+        return [checked_ids(target, target.renderer.prompt(prompt_messages(messages), extra))]
+
+    def _extra(self, target: Target) -> dict[str, Any]:
+        """What the chat template reads beside the messages."""
+        given = self.chat_template_kwargs or {}
+        try:
+            extra = further_of_row({"chat_template_kwargs": given}, (), ()).extra
+            if extra:
+                target.renderer.check_read([], extra)
+        except ConversationError as error:
+            rule = f"chat_template_kwargs must be settings that the chat template reads ({error})"
+            message = f"{rule}; got {shown(given)}; leave out what it does not read"
+            raise unusable("chat_template_kwargs", message) from None
+        return extra
 
 
 class CompletionRequest(DecodingRequest):

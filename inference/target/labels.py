@@ -41,9 +41,9 @@ def label(
     ids, device = ids_BL.to(target.device), target.device
     positions = torch.arange(max(lengths), device=device).expand_as(ids)  # padding on the right is not seen
     hidden_BLH, aux_BLK = target.forward_rows(ids, torch.ones_like(ids), positions, target_layers)
-    for row, finite_L in zip(rows, hidden_BLH.isfinite().all(-1).cpu()):
+    for number, (row, finite_L) in enumerate(zip(rows, hidden_BLH.isfinite().all(-1).cpu())):
         if not finite_L[: len(row)].all():
-            raise Overflow(target, row)
+            raise Overflow(target, row, number)
     wanted_BL = pad_sequence([torch.tensor([*mask[1:], False]) for mask in labelled_at], batch_first=True)
     hidden_NH = hidden_BLH[wanted_BL.to(device)]
     chosen_N = torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
@@ -62,13 +62,18 @@ def label(
 
 
 class Overflow(ValueError):
-    """For a text of which a state is no number: then its logits are none, and token 0 would be chosen there."""
+    """For a text of which a state is no number: then its logits are none, and token 0 would be chosen there.
 
-    def __init__(self, target: Target, ids: Sequence[int]) -> None:
+    row: its place among the rows that were to be labelled, where it is one of several
+    """
+
+    def __init__(self, target: Target, ids: Sequence[int], row: int | None = None) -> None:
+        self.row = row
         dtype = str(target.dtype).removeprefix("torch.")
         super().__init__(
             f"the target's states must be finite; in {dtype} some of the text that begins with the tokens "
-            f"{list(ids[:8])} are not; take --dtype bfloat16 or float32, or leave the text out"
+            f"{list(ids[:8])} are not; take --dtype bfloat16 or float32 (in training --target_dtype), or leave the "
+            "text out"
         )
 
 

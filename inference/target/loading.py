@@ -82,12 +82,22 @@ def load_model(
             _check_can_be_built(path, config)
             raise
     check_complete(path, model, info)
+    if model.dtype == torch.bfloat16 and device.type == "cuda" and not has_bfloat16():
+        logger.warning(
+            f"{torch.cuda.get_device_name(device)} computes bfloat16 by way of float32, slowly: take --dtype float16, "
+            "where the target's states fit, or float32 (in training --target_dtype)"
+        )
     hashes = None
     if adapter:
         model, hashes = _merge_adapter(model, adapter)
     if not placed and not split and not mapped:
         model.to(device)
     return model, hashes
+
+
+def has_bfloat16() -> bool:
+    """Whether torch's current GPU computes in bfloat16 itself."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _check_can_be_built(path: str, config: Any) -> None:

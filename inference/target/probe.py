@@ -104,7 +104,11 @@ def probe(target: Target) -> tuple[LogitsRule, bool]:
             found, uniform, rule_gap, gap = _compare_texts(target, exact)
     except FloatingPointError:
         dtype = str(target.dtype).removeprefix("torch.")
-        remedy = "take --dtype bfloat16 or float32" if target.dtype == torch.float16 else "copy it again"
+        remedy = (
+            "take --dtype bfloat16 or float32 (in training --target_dtype)"
+            if target.dtype == torch.float16
+            else "copy it again"
+        )
         raise ValueError(
             f"the target's logits must be numbers; those of {name} for a trial text are not, in {dtype}; {remedy}"
         ) from None

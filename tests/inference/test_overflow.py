@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
@@ -95,9 +96,10 @@ def test_labels_of_states_that_are_no_numbers_are_refused(monkeypatch):
     monkeypatch.setattr(target, "forward_rows", overflowed)
     with (
         torch.inference_mode(),
-        pytest.raises(ValueError, match=r"finite; in float64 some of .* \[7, 8, 9\] are not; take"),
+        pytest.raises(ValueError, match=r"finite; in float64 some of .* \[7, 8, 9\] are not; take") as raised,
     ):
         target.label([[5, 6], [7, 8, 9]], False)
+    assert raised.value.row == 1
     with torch.inference_mode():
         target.label([[5, 6, 7], [7, 8]], False)  # what padding is does not matter
 
@@ -136,6 +138,8 @@ def test_a_text_that_overflows_is_not_answered_with_token_0(lasts, settings):
     batch = BatchEngine(target, VanillaDrafter(slots=2))
     with pytest.raises(Overflow, match=said):
         batch.generate([[5, 6], [5, 7]], settings)
+    answers = dict(TargetAnswerer(target, 2)([[5, 6], [7, 6]], [12, 12]))  # a row is made of all states of a prompt
+    assert answers[0].finish in ("end", "limit") and answers[1].finish == "overflow"
     ended = list(batch.as_completed([[5, 6], [5, 7], [6, 5]], [12] * 3, settings))
     assert [one.number for one in ended if one.answer.finish_reason == "overflow"] == [1] and len(ended) == 3
 

@@ -201,7 +201,9 @@ def test_of_losses_that_are_no_number_the_first_is_told_whichever_process_had_it
         for loss, token in ((1.0, 5), (float("nan"), 6), (float("nan"), 7))
     ]
     rows = datasets.Dataset.from_list([{"id": name, "input_ids": [token, 9]} for name, token in zip("abc", (5, 6, 7))])
-    trainer = SimpleNamespace(args=SimpleNamespace(device="cpu", output_dir=str(tmp_path)), train_dataset=rows)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(device="cpu", output_dir=str(tmp_path), fp16=False), train_dataset=rows
+    )
     trainer.accelerator = SimpleNamespace(gather=lambda own: torch.cat([own, torch.tensor([other])]))
     trainer.state, trainer.longest = SimpleNamespace(global_step=4), 8
     with pytest.raises(ValueError, match=rf"not a number by step 4; .*{told} begin anew \(--overwrite\)"):

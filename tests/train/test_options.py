@@ -212,7 +212,11 @@ def test_a_target_of_a_size_that_trains_without_a_gpu_gets_the_recipe_for_that()
     assert re.fullmatch(r"ctc/1b-cpu, by the .* config, without a GPU \(with one: --config 1b\)", without.line)
     assert "bf16" not in without.settings and without.settings["max_minutes"] > 0
     config.num_hidden_layers, config.hidden_size, config.intermediate_size = 36, 4096, 12288
-    assert sized_recipe("ctc", config, parser, gpu=False).line.startswith("ctc/8b, by the ")
+    for_a_gpu = sized_recipe("ctc", config, parser, gpu=False)
+    assert for_a_gpu.line.startswith("ctc/8b, by the ") and for_a_gpu.line.endswith(
+        "none here: without its bf16, and slow"
+    )
+    assert "bf16" not in for_a_gpu.settings and "bf16:" not in for_a_gpu.text(for_a_gpu.settings, {})
 
 
 def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(tmp_path, monkeypatch, capsys):

@@ -214,7 +214,20 @@ def test_what_accelerates_launcher_says_otherwise_is_refused(variable, value, to
 def test_bundled_configurations_leave_to_the_flags_what_is_theirs():
     for file in sorted((RECIPES / "deepspeed").glob("*.json")):
         config, lines = zero_config(str(file), ARGS)
-        assert lines == [] and json.loads(file.read_text())["zero_optimization"] == config["zero_optimization"]
+        wanted = json.loads(file.read_text())["zero_optimization"]
+        gathered = {"stage3_gather_16bit_weights_on_model_save": True} if wanted["stage"] == 3 else {}
+        assert lines == [] and wanted | gathered == config["zero_optimization"]
+
+
+@pytest.mark.parametrize("written", [{}, {"stage3_gather_16bit_weights_on_model_save": "auto"}])
+def test_under_stage_3_a_checkpoint_has_the_heads_weights_once(written):
+    """Otherwise transformers saves the engine in their place, and then once more."""
+    zero = zero_config({"zero_optimization": {"stage": 3, **written}}, ARGS)[0]["zero_optimization"]
+    assert zero["stage3_gather_16bit_weights_on_model_save"] is True
+    for own in ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
+        zero = zero_config({"zero_optimization": {"stage": 3, own: False}}, ARGS)[0]["zero_optimization"]
+        assert zero == {"stage": 3, own: False}
+    assert "stage3" not in str(zero_config({"zero_optimization": {"stage": 2}}, ARGS)[0])
 
 
 def test_shared_memory_loses_its_name_once_every_process_has_opened_it(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from draft_heads.data.common import processes
@@ -51,23 +52,40 @@ def test_files_are_shared_among_the_processes_of_a_node(monkeypatch, environment
     assert Processes(5, 8).on_this_node() == node and ALONE.on_this_node() == ALONE
 
 
-def test_a_process_that_has_ended_is_told_by_those_that_wait_for_it(monkeypatch):
-    def closed(*_, **__):
-        raise RuntimeError("[../gloo/transport/tcp/pair.cc:554] Connection closed by peer\nand more")
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:554] Connection closed by peer [::1]:5"), True),
+        (RuntimeError("failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?"), True),
+        (RuntimeError("NCCL error in: a.cpp:1, unhandled system error\nLast error:\nDuplicate GPU detected"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError(""), False),
+    ],
+)
+def test_a_process_that_has_ended_is_told_by_those_that_wait_for_it(monkeypatch, error, told):
+    def fails(*_, **__):
+        raise error
 
     for name in ("barrier", "all_gather_object", "broadcast_object_list"):
-        monkeypatch.setattr(dist, name, closed)
+        monkeypatch.setattr(dist, name, fails)
     second = Processes(1, 2)
-    for wait in (
-        second.wait,
-        lambda: second.first_of(None),
-        lambda: second.check_same({}),
-        second.first_alone().__enter__,
-    ):
-        with pytest.raises(
-            ValueError, match=r"another process of this run has ended \(.*closed by peer\); its own lines"
-        ):
+    waits = second.wait, lambda: second.first_of(None), lambda: second.check_same({}), second.first_alone().__enter__
+    for wait in waits:
+        with pytest.raises(ValueError if told else RuntimeError) as raised:
             wait()
+        assert ("another process of this run has ended (" in str(raised.value)) == told
+        assert str(error) in str(raised.value)
+
+
+def test_what_the_first_process_found_is_not_hidden_by_another_that_ended(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "broadcast_object_list", fails)
+    with pytest.raises(ValueError, match="the folder is full"), Processes(0, 2).first_alone():
+        raise ValueError("the folder is full")
+    with pytest.raises(ValueError, match="another process of this run has ended"), Processes(0, 2).first_alone():
+        pass
 
 
 def test_the_file_of_a_shared_folder_goes_where_another_process_dies(tmp_path, monkeypatch):

@@ -70,6 +70,23 @@ def test_a_row_ends_behind_bytes_of_no_letter():
     assert asked[1] == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def test_turns_before_one_that_overflows_are_kept(caplog):
+    tokenizer, rounds = tokenizer_of("phi"), []
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+
+    def answers(prompts, limits):
+        rounds.append(len(prompts))
+        for index, _ in enumerate(prompts):
+            yield index, Answer([5, end], "end", True) if len(rounds) == 1 else Answer([5], "overflow", True)
+
+    options = DistillOptions(labels="generate", max_new_tokens=40, max_length=256)
+    distiller = Distiller(own_target(tokenizer), options, answers)
+    (row,) = distiller.rows(dataset([*CHAT, *CHAT]))
+    assert row.skipped is None and sum(row.mask) == 2 and row.ids[-2:] == [5, end]
+    assert rounds == [1, 1] and distiller.unasked == 3  # of four questions one is answered
+    assert "row 1 (id c0): no further question is answered: the target's states" in caplog.text
+
+
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_row_whose_states_overflow_is_named_or_left_out(skip, tmp_path):
     tokenizer, journal = tokenizer_of("phi"), tmp_path / "answers.jsonl"
@@ -81,11 +98,25 @@ def test_a_row_whose_states_overflow_is_named_or_left_out(skip, tmp_path):
 
     options = DistillOptions(labels="generate", max_new_tokens=40, max_length=256, skip_bad_rows=skip)
     rows = Distiller(own_target(tokenizer), options, answers).rows(dataset(CHAT, CHAT), 0, journal)
-    reason = "are no finite numbers in its type: take --dtype bfloat16 or float32"
+    reason = "are no finite numbers in its type: take --dtype bfloat16 or float32, and another output"
     if not skip:
         with pytest.raises(ConversationError, match=f"row 2 .*{reason}; or set skip_bad_rows"):
             list(rows)
         return
     by_number = {row.number: row for row in rows if row.skipped or row.number == 0}
     assert reason in by_number[1].skipped and not by_number[1].mask and any(by_number[0].mask)
-    assert count_answers(journal) == sum(turn["role"] == "user" for turn in CHAT)  # those of the other
+    assert count_answers(journal) == 1 + sum(turn["role"] == "user" for turn in CHAT)  # also that, with its reason
+
+
+def test_a_recorded_row_whose_states_overflow_is_named(monkeypatch):
+    def overflows(texts, *rest):
+        error = ValueError("states")
+        error.row = len(texts) - 1
+        raise error
+
+    target = own_target(tokenizer_of("phi"))
+    distiller = Distiller(target, DistillOptions(labels="argmax", max_length=256))
+    rows = list(distiller.rows(dataset(CHAT, [*CHAT, *CHAT])))  # in the order of their lengths
+    monkeypatch.setattr(target, "label", overflows, raising=False)
+    with pytest.raises(ValueError, match=r"row 2 \(id c1\): the target's states .* another output, or leave it out"):
+        list(distiller.records(rows))

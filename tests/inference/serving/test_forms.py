@@ -6,10 +6,16 @@ import httpx
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import ValidationError
 
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.serving.errors import APIError
+from draft_heads.inference.serving.requests import ChatRequest
+from draft_heads.inference.target.target import Target
+from tests.data.text.test_row_keys import READS
 from tests.inference.serving.served import KEY, QUESTIONS, metrics, serve
+from tests.tiny_chat import byte_tokenizer, random_llama
 
 HEAD = {"id", "object", "created", "model", "choices"}
 USAGE = {"prompt_tokens", "completion_tokens", "total_tokens"}
@@ -108,3 +114,17 @@ def test_tokens_after_a_stop_text_count_nowhere(target):
             assert gained["draft_heads_new_tokens_total"] == tokens < 24
             # the prefill gives one token, each later step its drafts and, unless the answer ends before it, its own
             assert tokens - steps <= gained["draft_heads_accepted_tokens_sum"] <= tokens - steps + 1
+
+
+def test_settings_of_the_chat_template_reach_it():
+    target = Target(random_llama(), byte_tokenizer(READS))
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    plain, thinking, quick = (
+        target.tokenizer.decode(ChatRequest(**asked, chat_template_kwargs=given).prompts(target)[0])
+        for given in (None, {"enable_thinking": True}, {"enable_thinking": False})
+    )
+    assert quick == plain + "<think></think>" and thinking == plain
+    with pytest.raises(APIError, match="does not read 'mood'"):
+        ChatRequest(**asked, chat_template_kwargs={"mood": "glad"}).prompts(target)
+    with pytest.raises(ValidationError, match="settings that the chat template reads"):
+        ChatRequest(**asked, chat_template_kwargs={"documents": [{"text": "a"}]})

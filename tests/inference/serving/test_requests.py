@@ -20,6 +20,7 @@ from tests.running import run_script
 from tests.tiny_chat import save_target
 
 ASKED = {"role": "user", "content": "4"}
+LONG = "".join(f"{json.dumps({'role': role, 'content': 'a'})}, " for role in ("user", "assistant") * 20)
 BAD = {
     "model": (openai.NotFoundError, {"model": "gpt-4"}, "must be 'tiny'; got 'gpt-4'"),
     "negative": (
@@ -131,6 +132,7 @@ def test_bad_completions_get_sentences(client, wrong, told):
     "body",
     [
         '{"model": "tiny", "messages": [{"role": "user", "content": "a \\ud800"}]}',
+        f'{{"model": "tiny", "messages": [{LONG}{{"role": "user", "content": "a \\ud800"}}]}}',
         '{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "stop": ["\\ud800"]}',
         '{"model": "tiny", "prompt": ["a", "\\ud800"]}',
     ],

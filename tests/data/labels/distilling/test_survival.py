@@ -203,6 +203,8 @@ def test_a_process_takes_a_gpu_that_it_sees(monkeypatch, environment, gpus, own)
     with pytest.raises(ValueError, match=f"--device must be one that torch sees; got cuda:{gpus}, which it does not"):
         own_device(f"cuda:{gpus}")
     assert set_to[-1] == gpus - 1
+    with pytest.raises(ValueError, match="--device mps: a Mac's GPU has no float64 and is not used"):
+        own_device("mps")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--device auto spreads the target over the GPUs of one process; this run has"):
         own_device("auto")
