@@ -134,7 +134,9 @@ def check_losses(trainer: Trainer, batches: list[tuple[Tensor, Tensor, Tensor]])
     if ago == longest_ago:
         _, input_ids, segment_ids = batches[finite.index(False)]
         rows = ", ".join(row_names(trainer.train_dataset, input_ids, segment_ids, trainer.longest))
-    half = "without --fp16, in which states above 65,504 are infinite, " if trainer.args.fp16 else ""
+    half = ""
+    if trainer.args.fp16 or trainer.target.dtype == torch.float16:
+        half = "without --fp16 or --target_dtype float16, in which numbers above 65,504 are infinite, "
     raise ValueError(
         f"the loss became infinite or not a number by step {trainer.state.global_step}; rows of the batch: {rows}; "
         f"begin anew (--overwrite) {half}with a lower --learning_rate, or with labels of other rows"

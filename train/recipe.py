@@ -165,7 +165,7 @@ def sized_recipe(kind: str, config: Any, parser: argparse.ArgumentParser, gpu: b
     line += "" if name == with_gpu else f", without a GPU (with one: --config {with_gpu})"
     recipe = _bundled(kind, name, line, config, parser)
     if not gpu and recipe.settings.pop("bf16", False):
-        recipe.line += "; it is for a GPU, of which there is none here: without its bf16, and slow"
+        recipe.line += "; it is for a GPU, and none is used here: without its bf16, and slow"
     return recipe
 
 

@@ -23,6 +23,7 @@ from transformers import set_seed
 from draft_heads.configs.options import explain_out_of_memory, use_threads
 from draft_heads.data.collate import label_counts, row_lengths
 from draft_heads.data.common.files import names_path
+from draft_heads.data.common.processes import own_device
 from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import is_hub_id, target_licence
@@ -137,7 +138,7 @@ def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
     return Target.from_pretrained(
         run.target,
         dtype=run.target_dtype,
-        device=run.target_device or args.device,
+        device=own_device(run.target_device) if run.target_device else args.device,
         adapter=run.target_adapter,
         chat_template=run.chat_template,
         split=run.shard_target,

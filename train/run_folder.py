@@ -46,7 +46,9 @@ def check_same_steps(run: RunOptions, args: HeadTrainingArguments) -> None:
     These flags may change when a run is resumed."""
     flags = {**vars(run), **args.to_sanitized_dict()}
     names = _TOGETHER | _EVALUATE | {"per_device_eval_batch_size"}
-    fitted = {"own intervals": sorted(args.own_intervals)}  # those that are not written are fitted to the run
+    fitted = {
+        "intervals that are written": sorted(args.own_intervals)
+    }  # those that are not written are fitted to the run
     _processes(args).check_same({name: flags.get(name) for name in sorted(names)} | fitted)
 
 

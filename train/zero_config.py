@@ -106,8 +106,9 @@ def zero_config(given: str | dict[str, Any], args: Any) -> tuple[dict[str, Any],
             raise ValueError(f"{name}: no flag fills {'.'.join(path)} 'auto'; write a value, or delete the entry")
     if type(stage) is not int or stage not in range(4):
         raise ValueError(f"{name}: zero_optimization.stage must be 0, 1, 2 or 3; got {json.dumps(stage)}")
-    gathers, older = "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"
-    if stage == 3 and older not in zero and zero.get(gathers, "auto") == "auto":
+    gathers = "stage3_gather_16bit_weights_on_model_save"
+    others = {"gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"}  # its other names
+    if stage == 3 and not others & zero.keys() and zero.get(gathers, "auto") == "auto":
         zero[gathers] = True  # else transformers saves the whole engine in place of the head, and then once more
     if args.fp16 and stage == 0:  # its optimizer divides gradients by a scale that the loss never had
         raise ValueError(

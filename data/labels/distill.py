@@ -184,8 +184,8 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
     if unasked := manifest["counts"].get("unasked"):
         logger.warning(
             "%d questions were not asked: the answer before them ended at --max_new_tokens or in a loop, or is refused "
-            "by the chat template, or the conversation had no room in --max_length for another; other answers are "
-            "followed by all questions",
+            "by the chat template, or the conversation had no room in --max_length for another, or the target's states "
+            "of it overflow; other answers are followed by all questions",
             unasked,
         )
     agreement = manifest["counts"].get("agreement")

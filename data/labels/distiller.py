@@ -309,6 +309,8 @@ class Distiller:
         row.pending = []
         if not any(row.mask):
             row.skipped = _OVERFLOW
+        elif row.own and self.hidden_dtype is None:
+            row.labelled = Labelled(row.own_labels(), None, None)
         yield from self._finished(row)
 
     def _asks(self, messages: Messages, extra: dict[str, Any]) -> bool:

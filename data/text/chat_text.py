@@ -231,7 +231,10 @@ class ChatText:
                 rest = {key: one for key, one in extra.items() if key != name}
                 read = rendered(asked, extra, prompt=True) != rendered(asked, rest, prompt=True)
             else:
-                read = name in template_variables(template)
+                asks_nothing = (
+                    name in ("enable_thinking", "thinking") and value is False
+                )  # of one that knows no thoughts
+                read = asks_nothing or name in template_variables(template)
             if not read:
                 return repr(name)
         for number, message in enumerate(messages):

@@ -25,10 +25,13 @@ from draft_heads.configs.options import option
 from draft_heads.data.text.json_files import MalformedJson
 from draft_heads.data.text.json_rows import is_file, read_rows
 from draft_heads.data.text.metadata_keys import notes_of
-from draft_heads.data.text.refused_keys import OF_THE_ANSWER
+from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TRAINED
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
 from draft_heads.data.text.row_keys import (
     ANSWERS,
+    ROLE_KEYS,
+    ROLES,
+    TEXT_KEYS,
     TOOL_CALLS,
     TURN_LISTS,
     TURN_TEXTS,
@@ -273,7 +276,9 @@ def _sound_turns(
     for number, turn in enumerate(turns, start=1):
         try:
             if generate and isinstance(turn, dict):  # whose answer is not read, nor what is said of it
-                turn = {name: value for name, value in turn.items() if name not in OF_THE_ANSWER}
+                is_answer = any(ROLES.get(str(turn.get(name))) == "assistant" for name in ROLE_KEYS)
+                read = {*ROLE_KEYS, *TEXT_KEYS, *TRAINED} if is_answer else turn.keys() - OF_THE_ANSWER
+                turn = {name: value for name, value in turn.items() if name in read}
             message, left_out = message_of(turn, names)
             check_encodable(message)
             fault = _fault(message, messages, generate)

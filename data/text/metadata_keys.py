@@ -7,7 +7,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 METADATA = {
-    *("id", "_id", "idx", "index", "uuid", "uid", "hash", "key", "place", "title", "type", "kind", "tag", "tags"),
+    *(
+        "id",
+        "_id",
+        "idx",
+        "index",
+        "uuid",
+        "uid",
+        "hash",
+        "key",
+        "place",
+        "datasplit",
+        "multiturn",
+        "title",
+        "type",
+        "kind",
+        "tag",
+        "tags",
+    ),
     *("source", "sources", "dataset", "data_source", "dataset_name", "origin", "split", "subset", "url", "link"),
     *("license", "version", "author", "status", "metadata", "meta", "info", "header", "views", "likes", "avatarUrl"),
     *("model", "models", "model_name", "generator", "teacher_model", "gen_input_configs", "temperature"),
@@ -36,7 +53,7 @@ _OF_THE_ROW = {
     *("answer", "response", "completion", "instruction", "problem", "row", "sample", "example", "item", "record"),
     *("entry", "instance", "data", "dataset", "task", "test", "category", "topic", "subject", "group", "cluster"),
     *("batch", "run", "job", "request", "trace", "model", "seed", "score", "label", "original", "orig", "unique"),
-    *("global", "external", "public", "internal", "new", "old", "hf", "hub"),
+    *("src", "global", "external", "public", "internal", "new", "old", "hf", "hub"),
 }
 _METADATA_FORM = re.compile(
     r"(?!.*(train|mask|loss|weight|image|audio|video))"

@@ -49,7 +49,7 @@ COPIES = {"prompt", "instruction", "input", "question", "query", "text", "contex
 COPIES |= {"output", "response", "answer", "completion"}
 """Texts of a row that are fine where its turns hold them too, and refused otherwise."""
 
-ANSWERS = {"output", "response", "answer", "completion", "solution", "ground_truth"}
+ANSWERS = {"output", "response", "answer", "completion", "solution", "ground_truth", "chosen", "rejected"}
 """Keys of a row that are not read where the target writes the answers."""
 
 RENDERINGS = ("prompt", "text")
@@ -241,18 +241,21 @@ def _is_label(key: str, value: Any, row: Mapping[str, Any]) -> bool:
     """Whether a key that can hold an instruction or a passage is the label that a published dataset has under it."""
     if key == "custom_instruction":  # OpenHermes' flag
         return isinstance(value, bool)
+    if key == "reasoning":  # Nemotron's
+        return value in ("on", "off")
     return key == "knowledge" and {"intent", "difficulty"} <= row.keys()  # Magpie tags a question with all three
 
 
 def _repeats(key: str, value: Any, texts: Sequence[str | None], systems: Sequence[str] = ()) -> bool:
-    """Whether a text is one of `texts`, those of turns, or all of them in their order; white space does not count.
-    The rendering of a template may begin with one of the system texts. Example, of the turns `Hi` and `Salut`:
-    `<|user|>Hi<|assistant|>Salut</s>` repeats them as `text`, `Rhyme. Hi Salut` does not.
+    """Whether a text is one of `texts`, those of turns, or stands in one, or all of them in their order; white space
+    does not count. The rendering of a template may begin with one of the system texts. Example, of the turns `Hi` and
+    `Salut`: `<|user|>Hi<|assistant|>Salut</s>` repeats them as `text`, `Rhyme. Hi Salut` does not.
     """
     if not isinstance(value, str):
         return False
     value, known = _one_line(value), [_one_line(text) for text in texts if text is not None]
-    if value in (*known, " ".join(known)):
+    words = re.compile(rf"(?<!\w){re.escape(value)}(?!\w)")  # 4 stands in `\boxed{4}`, not in 14
+    if value in (*known, " ".join(known)) or (value and any(words.search(text) for text in known)):
         return True
     openings = [[], *([_one_line(system)] for system in systems)]
     return key in RENDERINGS and bool(known) and any(_is_rendering(value, [*first, *known]) for first in openings)

@@ -21,7 +21,10 @@ def turns_of(record: Any) -> tuple[list[Any], str]:
             raise ConversationError(f"a row has one list of turns, received {found[0]!r} and {other!r}, which differ")
     if not found:
         keys = ", ".join(sorted(map(str, row))) or "none"
-        raise ConversationError(f"a row has the key 'conversations' or 'messages', received the keys {keys}")
+        raise ConversationError(
+            f"a row has the key 'conversations' or 'messages', received the keys {keys} (write rows of another form as "
+            '{"messages": [{"role": "user", "content": "…"}, …]}, or for labels generate as {"prompt": "…"})'
+        )
     turns = row[found[0]]
     if found[0] == "prompt" and isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]

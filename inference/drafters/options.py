@@ -132,7 +132,8 @@ def check_made_for(path: str, now: Mapping[str, Any]) -> None:
     for name, what in (("loaded", "head or draft model"), ("target", "target")):
         if known.get(f"{name}_weights_hash") != now[f"{name}_weights_hash"]:
             raise _tuned_for_another(what, path, known.get(name), f"{now[name]}, of other weights")
-    if known.get("device") != now["device"]:
+    device = now["device"] if " with " in str(known.get("device")) else now["device"].partition(" with ")[0]
+    if known.get("device") != device:  # older versions do not say how many threads
         logger.info(f"{path} was tuned on {known.get('device')}, this is {now['device']}: other settings may be faster")
 
 

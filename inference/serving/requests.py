@@ -215,7 +215,7 @@ class ChatRequest(DecodingRequest):
     ]
     max_completion_tokens: Limit = None
     chat_template_kwargs: Annotated[
-        dict[str, bool | int | float | str] | None,
+        dict[str, bool | int | float | str | None] | None,
         must_be("settings that the chat template reads", 'write for example {"enable_thinking": false}'),
     ] = None
 

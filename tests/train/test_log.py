@@ -202,7 +202,9 @@ def test_of_losses_that_are_no_number_the_first_is_told_whichever_process_had_it
     ]
     rows = datasets.Dataset.from_list([{"id": name, "input_ids": [token, 9]} for name, token in zip("abc", (5, 6, 7))])
     trainer = SimpleNamespace(
-        args=SimpleNamespace(device="cpu", output_dir=str(tmp_path), fp16=False), train_dataset=rows
+        args=SimpleNamespace(device="cpu", output_dir=str(tmp_path), fp16=False),
+        train_dataset=rows,
+        target=SimpleNamespace(dtype=torch.float32),
     )
     trainer.accelerator = SimpleNamespace(gather=lambda own: torch.cat([own, torch.tensor([other])]))
     trainer.state, trainer.longest = SimpleNamespace(global_step=4), 8

@@ -214,7 +214,7 @@ def test_a_target_of_a_size_that_trains_without_a_gpu_gets_the_recipe_for_that()
     config.num_hidden_layers, config.hidden_size, config.intermediate_size = 36, 4096, 12288
     for_a_gpu = sized_recipe("ctc", config, parser, gpu=False)
     assert for_a_gpu.line.startswith("ctc/8b, by the ") and for_a_gpu.line.endswith(
-        "none here: without its bf16, and slow"
+        "none is used here: without its bf16, and slow"
     )
     assert "bf16" not in for_a_gpu.settings and "bf16:" not in for_a_gpu.text(for_a_gpu.settings, {})
 

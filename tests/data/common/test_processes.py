@@ -58,6 +58,7 @@ def test_files_are_shared_among_the_processes_of_a_node(monkeypatch, environment
         (RuntimeError("[../gloo/transport/tcp/pair.cc:554] Connection closed by peer [::1]:5"), True),
         (RuntimeError("failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?"), True),
         (RuntimeError("NCCL error in: a.cpp:1, unhandled system error\nLast error:\nDuplicate GPU detected"), False),
+        (RuntimeError("NCCL error in: a.cpp:1\nLast error:\nconnect to 10.0.0.2<45003>: Connection refused"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (RuntimeError(""), False),
     ],

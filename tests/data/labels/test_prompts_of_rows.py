@@ -83,6 +83,7 @@ def test_turns_before_one_that_overflows_are_kept(caplog):
     distiller = Distiller(own_target(tokenizer), options, answers)
     (row,) = distiller.rows(dataset([*CHAT, *CHAT]))
     assert row.skipped is None and sum(row.mask) == 2 and row.ids[-2:] == [5, end]
+    assert row.labelled[0] == row.own_labels() and row.labelled[0][-2:] == [5, end]
     assert rounds == [1, 1] and distiller.unasked == 3  # of four questions one is answered
     assert "row 1 (id c0): no further question is answered: the target's states" in caplog.text
 

@@ -92,7 +92,7 @@ def test_a_text_under_any_key_may_repeat_a_turn():
     assert parse_record({"messages": CHAT} | numina).messages == CHAT
     assert parse_record({"messages": [CHAT[0] | {"raw": "Add 1 and 2."}, CHAT[1]]}).messages == CHAT
     with pytest.raises(ConversationError, match="'solution' is unknown"):
-        parse_record({"messages": CHAT, "solution": "3"})
+        parse_record({"messages": CHAT, "solution": "4"})
 
 
 def test_answers_beside_a_prompt_are_counted_and_not_read_where_the_target_answers(tmp_path, caplog):
@@ -104,6 +104,28 @@ def test_answers_beside_a_prompt_are_counted_and_not_read_where_the_target_answe
     assert counted == ["rows with 'answer': 2", "rows with 'ground_truth': 1", "rows with 'completion': 1"]
     with pytest.raises(ConversationError, match="line 1: the key 'answer' holds text that no turn has"):
         read_conversations(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ({"answer": "3"}, True),  # stands in the answer, as a word
+        ({"answer": "Their  sum"}, True),
+        ({"question": "1 and 2"}, True),
+        ({"answer": "4"}, False),
+        ({"answer": "um is"}, False),
+        ({"answer": "sum is 3. And more"}, False),
+        ({"reasoning": "on"}, True),
+        ({"reasoning": "They are added."}, False),
+        ({"src_id": "a-1", "multiturn": False, "datasplit": "eval"}, True),
+    ],
+)
+def test_a_text_that_stands_in_a_turn_is_told_by_it(beside, told):
+    if told:
+        assert parse_record({"messages": CHAT, **beside}).messages == CHAT
+    else:
+        with pytest.raises(ConversationError, match=r"holds text that no turn has|is unknown"):
+            parse_record({"messages": CHAT, **beside})
 
 
 def test_labels_and_metadata_that_repeats_the_turns_say_nothing():
@@ -210,3 +232,14 @@ def test_keys_that_differ_on_whether_a_turn_is_trained_on_are_refused():
     turns[1] |= {"train": False}
     turns += CHAT
     assert parse_record({"messages": turns}).messages[1]["trained"] is False
+
+
+def test_answers_that_the_target_writes_anew_refuse_no_row(tmp_path):
+    answer = CHAT[1] | {"function_call": {"name": "f"}, "image": "a.png", "mood": "glad"}
+    rows = [{"messages": [CHAT[0], answer]}, {"prompt": "Add 2 and 3.", "chosen": "5", "rejected": "6"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = read_conversations(str(path), "train", False, None, attrgetter("key"))
+    assert len(loaded.dataset) == 2 and not loaded.bad_rows
+    with pytest.raises(ConversationError, match="'function_call' of a turn changes the text"):
+        read_conversations(str(path), "train", False)
