@@ -110,8 +110,7 @@ class BatchEngine:
             prompts = [checked_ids(self.target, prompt) for prompt in prompts]
             limits = [room(self.target, len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
             longest = max(map(sum, zip(map(len, prompts), limits)))
-            run = BatchRun(self.target, self.drafter, settings, longest, keep_states, target_layers)
-            run.whole_texts = True  # heads read all states of a row that is made of it
+            run = BatchRun(self.target, self.drafter, settings, longest, keep_states, target_layers, whole_texts=True)
             for ended in run.answers(prompts, limits, shrinks=True):
                 yield ended if target_layers else ended._replace(aux_hidden=None)
 
@@ -173,11 +172,16 @@ class BatchRun:
         longest: int,
         keeps_states: bool = False,
         target_layers: Sequence[int] = (),
+        whole_texts: bool = False,
     ) -> None:
-        """longest: tokens of the longest prompt and its answer; target_layers: whose outputs are wanted."""
+        """longest: tokens of the longest prompt and its answer; target_layers: whose outputs are wanted.
+
+        whole_texts: whether all states of a prompt must be finite, as heads read them, or that of its last token
+        """
         target.refresh()
         check_vocabulary(drafter, target)  # the weights may have changed since the engine was made
         self.target, self.drafter, self.settings, self.longest = target, drafter, settings, longest
+        self._whole_texts = whole_texts
         self.clock = Clock()
         self.slots: list[_Slot | None] = [None] * drafter.slots
         rows = max(drafter.max_nodes, drafter.max_depth) + 1
@@ -187,7 +191,6 @@ class BatchRun:
         self._states = _States(drafter.slots, longest + rows) if keeps_states else None
         self._end = torch.zeros(drafter.slots, dtype=torch.long, device=target.device)
         self._base = torch.zeros_like(self._end)
-        self.whole_texts = False  # whether all states of a prompt must be finite, or that of its last token
         self._overflowed = torch.zeros_like(self._end, dtype=torch.bool)  # what a token was chosen from, in float16
         self._drafting = "draft" if drafter.max_nodes else "other"
         self._owner = object()
@@ -223,7 +226,7 @@ class BatchRun:
             logits = TextProcessors([processors], [ids], ()).after_prompt(logits[None])[0]
         base = choices(logits[None], prompt.new_tensor([len(ids)]), stopper.settings.sampling)
         first = int(base)
-        if (overflowed := not_finite(self.target, hidden[None, 0 if self.whole_texts else -1 :])) is not None:
+        if (overflowed := not_finite(self.target, hidden[None, 0 if self._whole_texts else -1 :])) is not None:
             self._overflowed[slot] = overflowed
             if overflowed:
                 answer.finish_reason = "overflow"

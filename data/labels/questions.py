@@ -33,18 +33,20 @@ class QuestionNames:
         """By the prompt for the last answer: the target answers conversations of one name alike."""
         messages, extra = conversation
         last = max((number for number, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
-        asked = with_answer(messages[: last + 1], "a")
-        try:
-            self._renderer.checked_text(asked, add_generation_prompt=True, extra=extra)
-        except ConversationError:  # else a row that will be left out had the name of one that can be answered
-            return conversation.key
-        return self._name(asked, extra) or conversation.key
+        # checked whole: else a row that will be left out had the name of one that can be answered
+        return self._name(with_answer(messages[: last + 1], "a"), extra, whole=True) or conversation.key
 
-    def _name(self, messages: Messages, extra: dict[str, Any]) -> str:
-        """A digest of the prompt; "" where the template refuses the turns, or a text of them holds a control token."""
+    def _name(self, messages: Messages, extra: dict[str, Any], whole: bool = False) -> str:
+        """A digest of the prompt; "" where the template refuses the turns, or a text of them holds a control token.
+
+        whole: also where the template leaves something of them out
+        """
         try:
-            self._renderer.check_texts(messages, answers=False, extra=extra)
-            text = self._renderer.text(messages, add_generation_prompt=True, extra=extra)
+            if whole:
+                text = self._renderer.checked_text(messages, add_generation_prompt=True, extra=extra)
+            else:
+                self._renderer.check_texts(messages, answers=False, extra=extra)
+                text = self._renderer.text(messages, add_generation_prompt=True, extra=extra)
         except ConversationError:
             return ""
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -138,8 +138,8 @@ def _dataset_rows(
             chosen = datasets.load_dataset_builder(source, name=config).config if Path(source).is_dir() else None
             if chosen is not None:
                 by_split = {str(name): files for name, files in chosen.data_files.items()}
-                wanted = split or ("test" if "test" in by_split else next(iter(by_split)))
-                _check_names(by_split.get(wanted, chain(*by_split.values())), source)
+                wanted = by_split.get(split or _usual_split(by_split), chain(*by_split.values()))
+                _check_names(wanted, source)
             loaded = None if chosen is None else _files_of_text(chosen)
             if loaded is None:
                 copies = None if chosen is None else _cache_of(chosen)
@@ -165,7 +165,7 @@ def _dataset_rows(
             wanted, (split,) = split, loaded
             logger.warning("%s has no split %s: its split %s is read", source, wanted, split)
     if isinstance(loaded, dict):  # as DatasetDict is
-        split = split or ("test" if "test" in loaded else next(iter(loaded)))
+        split = split or _usual_split(loaded)
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(loaded)}")
         others = [name for name in loaded if name != split]
@@ -182,6 +182,11 @@ def _dataset_rows(
     rows = loaded if isinstance(loaded, _Files) else (("", _without_none(record, loaded.features)) for record in loaded)
     for row, (where, record) in enumerate(rows, start=1):
         yield f"row {row}" + (f" of split {split}" if split else "") + where, record
+
+
+def _usual_split(splits: Iterable[str]) -> str:
+    """The one that is read where none is named."""
+    return "test" if "test" in splits else next(iter(splits))
 
 
 def _cache_of(chosen: Any) -> str:
@@ -296,13 +301,14 @@ def _check_names(files: Iterable[Any], source: str) -> None:
     """ValueError for files of a split whose names say that one is another's copy, or that parts of it are missing."""
     plain, parts = dict[Path, Path](), defaultdict[tuple[Path, str], dict[tuple[str, ...], Path]](dict)
     paths = sorted(path for path in map(Path, files) if path.is_file())  # README.md may name addresses
+    names = set(paths)
     for path in paths:
         bare = path
         while (after := _after_format(bare)) and after[-1].lower() in _COMPRESSED:
             bare = bare.with_suffix("")
         original = bare.with_name(bare.name.removesuffix("".join(after)))
         counted = any(re.fullmatch(r"\.\d{1,3}", suffix) for suffix in after)  # log.json.1 and log.json.2.gz are parts
-        is_copy = _OF_COPIES.issuperset(map(str.lower, after)) or (original in paths and not counted)
+        is_copy = _OF_COPIES.issuperset(map(str.lower, after)) or (original in names and not counted)
         same = plain.setdefault(original if is_copy else bare, path)
         if part := _PART.search(path.name):
             before = parts[path.parent, path.name[: part.start()]]

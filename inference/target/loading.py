@@ -76,7 +76,7 @@ def load_model(
             of_config = str(error).startswith("Unrecognized configuration class")
             reason = "is no causal LM" if of_config else "cannot be loaded"
             raise ValueError(f"the target {path} ({config.model_type}) {reason}: {error}") from None
-        except ImportError:
+        except ImportError:  # of a package that a quantisation needs, not of the config
             raise
         except Exception:
             _check_can_be_built(path, config)
