@@ -283,13 +283,24 @@ def _leave_process_group(failed: bool = False) -> None:
 
 
 @contextmanager
-def ends_on_ctrl_c() -> Iterator[None]:
-    """Inside, Ctrl-C ends the block and the program goes on after it, every time; SIGTERM ends the program."""
-    before = signal.getsignal(signal.SIGINT)
+def ends_on_ctrl_c(by_steps: bool = False) -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C ends the block and the program goes on after it, every time; SIGTERM ends the program.
+
+    by_steps: the block works in steps that are to be whole, and ends itself after the one in which the function that
+        it is given is true; only a second Ctrl-C ends the block where it is
+    """
+    before, asked = signal.getsignal(signal.SIGINT), False
+
+    def stop(*_: Any) -> None:
+        nonlocal asked
+        if asked or not by_steps:
+            raise KeyboardInterrupt
+        asked = True
+
     if before != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, stop)
     try:
-        yield
+        yield lambda: asked
     except Terminated:
         raise
     except KeyboardInterrupt:

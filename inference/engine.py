@@ -7,7 +7,6 @@ late, while the next step runs. Drafters that synchronise more often set `Drafte
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -64,7 +63,8 @@ class DecodingEngine:
         self.drafter = drafter
         self.steps = StepRunner(target, drafter, ahead, captured, accept)
         self._changes = target.changes
-        self._busy, self._text = threading.Lock(), object()  # held within a step; the text that the memory is of
+        self._text = object()  # that the memory is of
+        self._at_work: list[Iterator[list[int]]] = []  # the texts that are within a step: one, and those refused
 
     def generate(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Generation:
         """The whole answer to a text, to messages or to token ids (`Prompt`).
@@ -96,15 +96,17 @@ class DecodingEngine:
         result = Generation() if result is None else result
         steps, text = self._decode(prompt, settings or GenerationSettings(), result), None
         while True:
-            if not self._busy.acquire(blocking=False):
-                raise RuntimeError(f"an engine decodes for one thread at a time; {ONE_TEXT}")
             try:
+                self._at_work.append(steps)  # in one piece, as is its removal: Ctrl-C, wherever it comes, undoes it
+                if self._at_work[0] is not steps:
+                    raise RuntimeError(f"an engine decodes for one thread at a time; {ONE_TEXT}")
                 if text is not None and not result.finish_reason:
                     self._check_begun(text)
                 tokens = next(steps, None)
                 text = self._text
             finally:
-                self._busy.release()
+                if steps in self._at_work:
+                    self._at_work.remove(steps)
             if tokens is None:
                 return
             yield tokens

@@ -173,11 +173,14 @@ def status(drafter: str, result: Generation, seconds: float) -> str:
 
 
 def show(chat: Chat, message: str, console: Console) -> None:
-    """Print an answer while it grows: whole lines for good, the last line and the status live; Ctrl-C ends it."""
+    """Print an answer while it grows: whole lines for good, the last line and the status live; Ctrl-C ends it.
+
+    After a whole step, so that no memory is half written; a second Ctrl-C does not wait for that.
+    """
     start, line, run = time.perf_counter(), Text(), 0
     result, interrupted = Generation(), True
     with (
-        ends_on_ctrl_c(),
+        ends_on_ctrl_c(by_steps=True) as asked_to_end,
         Live(console=console, auto_refresh=False, transient=True) as live,
         closing(chat.answer(message)) as answer,
     ):
@@ -190,7 +193,10 @@ def show(chat: Chat, message: str, console: Console) -> None:
                 live.console.print(one)
             below = Text(status(chat.drafter, result, time.perf_counter() - start), "dim")
             live.update(Text("\n").join([line, below]), refresh=True)
-        interrupted = False
+            if asked_to_end() and not result.finish_reason:
+                break
+        else:
+            interrupted = False
     if interrupted:
         line.append(" (interrupted)", "dim")
     console.print(line)

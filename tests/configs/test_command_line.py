@@ -140,6 +140,23 @@ def test_a_program_that_goes_on_is_interrupted_any_number_of_times_and_ended_by_
             signal.signal(number, handler)
 
 
+def test_work_by_steps_ends_after_one_or_at_the_second_ctrl_c():
+    before, done = signal.signal(signal.SIGINT, signal.default_int_handler), []
+    try:
+        for signals in (0, 1, 2):
+            with ends_on_ctrl_c(by_steps=True) as asked_to_end:
+                for step in range(3):
+                    for _ in range(signals if step == 1 else 0):
+                        os.kill(os.getpid(), signal.SIGINT)
+                    done.append(step)
+                    if asked_to_end():
+                        break
+        assert done == [0, 1, 2] + [0, 1] + [0]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_is_told_by_the_first_process_only(capsys, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt

@@ -1,5 +1,7 @@
 """An engine decodes one text at a time, and says so; engines of several threads share a target."""
 
+import inspect
+import sys
 from threading import Thread, current_thread
 
 import pytest
@@ -41,6 +43,35 @@ def test_a_second_text_in_an_engine_ends_the_first_and_a_second_thread_is_refuse
     with pytest.raises(RuntimeError, match="one thread at a time; make an engine with a drafter of its own"):
         engine.generate(PROMPT, within_a_step)
     assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
+
+
+def test_ctrl_c_at_any_place_of_a_step_leaves_an_engine_that_decodes():
+    """As a notebook interrupts a cell: here before each line of the engine's loop. Python runs no handler of a signal
+    in the two that end a step."""
+    target = load_target("llama", torch.float64)
+    engine, settings = DecodingEngine(target, NgramDrafter()), GenerationSettings(6)
+    source, first = inspect.getsourcelines(DecodingEngine.stream)
+    end = first + next(at for at, line in enumerate(source) if line.strip() == "finally:")
+    answer, lines = engine.generate(PROMPT, settings).tokens, 0
+
+    def interrupted(frame, event, _):
+        nonlocal lines
+        if frame.f_code is not DecodingEngine.stream.__code__:
+            return None
+        lines -= event == "line"
+        if lines < 0 and frame.f_lineno not in (end + 1, end + 2):
+            raise KeyboardInterrupt
+        return interrupted
+
+    for at in range(30):
+        lines = at
+        with pytest.raises(KeyboardInterrupt):
+            sys.settrace(interrupted)
+            try:
+                engine.generate(PROMPT, settings)
+            finally:
+                sys.settrace(None)
+        assert engine.generate(PROMPT, settings).tokens == answer
 
 
 @pytest.mark.parametrize("other", [DecodingEngine, BatchEngine])

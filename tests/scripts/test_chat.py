@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
 from draft_heads.data.text.errors import ConversationError
 from draft_heads.inference.drafters.base import VanillaDrafter
@@ -158,6 +159,33 @@ def test_an_interrupted_answer_stays_in_the_conversation(target):
     assert talk.messages == [{"role": "user", "content": SECOND}, {"role": "assistant", "content": shown}]
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_within_a_step_waits_for_its_end_and_twice_does_not(target, monkeypatch, times):
+    talk = chat.Chat(target, chat.parse(["--target", "tests/tiny_target", "--max_new_tokens", "24"]))
+    stream, whole = DecodingEngine.stream, []
+
+    def interrupted_in_its_third_step(engine, *arguments):
+        for step, tokens in enumerate(stream(engine, *arguments)):
+            if step == 2:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            whole.append(tokens)
+            yield tokens
+
+    monkeypatch.setattr(DecodingEngine, "stream", interrupted_in_its_third_step)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    screen = Console(file=io.StringIO(), force_terminal=True)
+    try:
+        chat.show(talk, SECOND, screen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "(interrupted)" in screen.file.getvalue() and len(whole) == 4 - times
+    said = target.answer_text([token for tokens in whole for token in tokens])
+    assert said and talk.messages[1]["content"].startswith(said)
+    monkeypatch.undo()
+    assert [tokens for _, tokens in talk.answer(FIRST)]
+
+
 def test_bad_options_get_sentences():
     for wrong in (["--max_new_tokens", "0"], ["--temperature", "-1"], ["--top_p", "0.5"], ["--seed", "-1"]):
         with pytest.raises(ValueError, match=wrong[0].lstrip("-")):
@@ -184,7 +212,10 @@ class Terminal:
         while text not in self.shown:
             assert time.monotonic() < end, f"no {text!r} within {seconds} s; shown: {self.shown[-2000:]}"
             if select.select([self.screen], [], [], 0.1)[0]:
-                self.shown += os.read(self.screen, 65536).decode(errors="replace")
+                try:
+                    self.shown += os.read(self.screen, 65536).decode(errors="replace")
+                except OSError:  # nobody writes to it any more
+                    raise AssertionError(f"ended with {self.process.wait(20)}; shown: {self.shown[-2000:]}") from None
         before, _, self.shown = self.shown.partition(text)
         return before + text
 
@@ -193,13 +224,19 @@ class Terminal:
 
 
 def _controlled_by_its_terminal():
-    """As a login does: signals as they are by default, and the terminal's Ctrl-C reaches the process."""
+    """As a login does: signals as they are by default, and the terminal's Ctrl-C reaches the process.
+
+    Ctrl-C discards nothing that is still to be read or shown: a test is fast enough to lose an answer to that.
+    """
     import fcntl
     import termios
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    attributes = termios.tcgetattr(0)
+    attributes[3] |= termios.NOFLSH
+    termios.tcsetattr(0, termios.TCSANOW, attributes)
 
 
 def test_ctrl_c_ends_every_answer_that_it_meets_and_sigterm_the_program():
