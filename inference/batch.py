@@ -193,6 +193,8 @@ class BatchRun:
         self._base = torch.zeros_like(self._end)
         self._overflowed = torch.zeros_like(self._end, dtype=torch.bool)  # what a token was chosen from, in float16
         self._drafting = "draft" if drafter.max_nodes else "other"
+        self._changes = target.changes
+        drafter.end_texts()  # a batch may have been left before its texts had ended
         self._owner = object()
         for member in drafter.members():
             member.drafts_for = self._owner
@@ -241,6 +243,7 @@ class BatchRun:
         if self._states is not None:
             places = torch.arange(len(ids), device=prompt.device)[None]
             self._states.write(prompt.new_tensor([slot]), places, step.hidden, step.aux_hidden)
+        self.clock.lap("other")  # copying, which the plain loop does too
         self.drafter.begin(slot, prompt, self.longest)
         self.drafter.observe(self._as_drafted(step), slot)
         self.clock.lap(self._drafting)
@@ -255,6 +258,8 @@ class BatchRun:
                 "a drafter drafts for one batch at a time; another engine or batch began with this one's before it had "
                 "ended; take all answers first, or give each its own drafter"
             )
+        if self._changes != self.target.changes:
+            raise RuntimeError("the target's weights were changed before this batch had ended; begin it again")
         cache.bound = max(slot.committed for slot in self.slots if slot is not None)
         visible = cache.set_visible_length(1 + max(drafter.max_depth, drafter.max_nodes))
         drafter.set_visible_length(visible)
@@ -267,14 +272,15 @@ class BatchRun:
         if self._states is not None:
             every = torch.arange(len(places), device=places.device)
             self._states.write(every, places, step.hidden, step.aux_hidden)
-        self.clock.lap("verify")
         assert step.source is not None
         counts, next_tokens, sources = step.count.tolist(), step.next_tokens.tolist(), step.source.tolist()
         self.clock.lap("accept")
         ended, new_tokens = [], []
         for index, slot in enumerate(self.slots):
             new = [] if slot is None else next_tokens[index][: counts[index]]
+            told = 0 if slot is None else len(slot.answer.tokens)
             if slot is not None and self._has_ended(index, slot, new, sources[index]):
+                drafter.end(index, slot.answer.tokens[told:])
                 if self.target.dtype == torch.float16 and self._overflowed[index]:
                     slot.answer.finish_reason = "overflow"
                 ended.append(self._free(index, slot))
@@ -339,6 +345,7 @@ class BatchRun:
             accept_exact if settings.typical is None else settings.typical,
             self._layers,
             self._processors(),
+            self.clock,
         )
 
     def _processors(self) -> TextProcessors | None:

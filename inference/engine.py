@@ -64,7 +64,7 @@ class DecodingEngine:
         self.steps = StepRunner(target, drafter, ahead, captured, accept)
         self._changes = target.changes
         self._text = object()  # that the memory is of
-        self._at_work: list[Iterator[list[int]]] = []  # the texts that are within a step: one, and those refused
+        self._at_work: dict[str, Iterator[list[int]]] = {}  # the steps of the text that is within one, if one is
 
     def generate(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Generation:
         """The whole answer to a text, to messages or to token ids (`Prompt`).
@@ -94,30 +94,33 @@ class DecodingEngine:
         RuntimeError where another text or thread works in this engine's or its drafter's memory.
         """
         result = Generation() if result is None else result
-        steps, text = self._decode(prompt, settings or GenerationSettings(), result), None
+        steps = self._decode(prompt, settings or GenerationSettings(), result)
+        text: object = None
+        changes = 0
         while True:
             try:
-                self._at_work.append(steps)  # in one piece, as is its removal: Ctrl-C, wherever it comes, undoes it
-                if self._at_work[0] is not steps:
+                # in one piece, as is its end below: Ctrl-C, wherever it comes, leaves nobody at work
+                if self._at_work.setdefault("steps", steps) is not steps:
                     raise RuntimeError(f"an engine decodes for one thread at a time; {ONE_TEXT}")
                 if text is not None and not result.finish_reason:
-                    self._check_begun(text)
+                    self._check_begun(text, changes)
                 tokens = next(steps, None)
-                text = self._text
+                text, changes = self._text, changes if text else self._changes
             finally:
-                if steps in self._at_work:
-                    self._at_work.remove(steps)
+                if self._at_work == {"steps": steps}:
+                    self._at_work.clear()
             if tokens is None:
                 return
             yield tokens
 
-    def _check_begun(self, text: object) -> None:
-        """RuntimeError unless the engine's, drafter's and target's memory is still that of this text."""
+    def _check_begun(self, text: object, changes: int) -> None:
+        """RuntimeError unless the engine's, drafter's and target's memory is still that of this text, and the target
+        has changed as often as when it was begun."""
         if self._text is not text:
             raise RuntimeError(f"another text was begun before this one had ended; {ONE_TEXT}")
         if any(one.drafts_for is not text for one in self.drafter.members()):
             raise RuntimeError(f"another engine began a text with this one's drafter; {ONE_TEXT}")
-        if self._changes != self.target.changes:
+        if changes != self.target.changes:
             raise RuntimeError("the target's weights were changed before this text had ended; begin it again")
 
     def _follow_target(self) -> None:
@@ -142,9 +145,9 @@ class DecodingEngine:
 
         # 1. Prefill: the target reads the prompt and chooses the first base token.
         text = steps.begin(len(ids) + limit, settings, processors)
-        step, packed = steps.prefill(ids, text)
         for member in drafter.members():
             member.drafts_for = self._text
+        step, packed = steps.prefill(ids, text)
         overflowed = not_finite(target, step.hidden[:, -1:])  # of what a token was chosen from, so far; on the device
         pending = deque([(PendingReadback(packed, 1), overflowed)])
         unread = list(ids)  # by a drafter that drafts on the host
@@ -184,6 +187,8 @@ class DecodingEngine:
             yield added
             text.clock.lap("other")
             if result.finish_reason:
+                if not drafter.on_device and not is_first:
+                    drafter.end(0, added)
                 for surplus, _ in pending:  # wait for the surplus step before the next prompt starts
                     surplus.read()
                 text.clock.lap("verify")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draft_heads.inference.generation import Clock
 from draft_heads.inference.processors import TextProcessors
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.kv_cache import KVCache
@@ -118,6 +119,7 @@ def verify_step(
     accept: Accept = accept_exact,
     target_layers: Sequence[int] = (),
     processors: TextProcessors | None = None,
+    clock: Clock | None = None,
 ) -> VerifiedStep:
     """Verify one tree after each of B cached texts, accept a path, commit it to `cache`; copies nothing to the host.
 
@@ -126,9 +128,13 @@ def verify_step(
     end        [B] int64, the length at which each text must end: nothing deeper is accepted; None: no bound
     target_layers  whose outputs the drafter reads
     processors     what changes the logits by the text; it reads the tokens on the host
+    clock          counts what ends with the target's choices as `verify`; the caller counts what follows
     """
+    clock = clock or Clock()
     if len(tree) == 0:
-        return _plain_step(target, cache, base, tree, max_depth, sampling, target_layers, processors)
+        plain = _plain_step(target, cache, base, tree, max_depth, sampling, target_layers, processors)
+        clock.lap("verify")
+        return plain
     # 1. Verify: one forward over the base token and all nodes gives the target's choice after each.
     sees = ancestor_rows(tree.parents, max_depth)  # [B, R, R]
     depth = depths(sees)  # [B, R]
@@ -140,6 +146,7 @@ def verify_step(
         logits, acceptable = processors(logits, rows, sees)
         tree = replace(tree, candidate=tree.candidate & acceptable[:, 1:])
     chosen = choices(logits, depth + cache.lengths[:, None] + 1, sampling)
+    clock.lap("verify")
     # 2. Accept the longest path that the target chose itself; 3. commit it.
     path, count, next_base = accept(tree, chosen, logits, sees, depth, max_depth)
     cache.commit(path, count)

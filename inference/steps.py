@@ -81,6 +81,11 @@ class StepRunner:
         on_gpu = target.device.type == "cuda"
         if captured is None and on_gpu and target.fused is not None:
             captured = CapturedSteps()
+        if ahead and not drafter.on_device:
+            raise ValueError(
+                "steps start ahead of the host (ahead=True) where the drafter reads no tokens on it, as heads do; got "
+                f"{drafter.kind or type(drafter).__name__}; leave ahead out"
+            )
         self.target, self.drafter = target, drafter
         self.ahead = on_gpu and drafter.on_device if ahead is None else ahead
         self.captured = None if captured is False else captured
@@ -156,7 +161,7 @@ class StepRunner:
                 result = captured(visible, step, whole, chained=True)
             else:
                 result = self._replay_verification(captured, visible, self.draft(step, text), text)
-            text.clock.lap("verify")
+            text.clock.lap("accept")  # which follows the forward in `verify_step`
         return result
 
     def draft(self, step: VerifiedStep, text: TextState) -> Drafted:
@@ -188,6 +193,7 @@ class StepRunner:
             accept=self._accept if settings.typical is None else settings.typical,
             target_layers=self.drafter.target_layers,
             processors=text.processors,
+            clock=text.clock,
         )
         assert step.source is not None
         read = [step.count, step.next_tokens[0], step.source[0]]

@@ -46,6 +46,7 @@ from draft_heads.inference.evaluation.evaluate import (
 )
 from draft_heads.inference.evaluation.hf_assisted import hf_engine, parse_hf_row
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, environment
 from draft_heads.inference.evaluation.samples import sample_answers
 from draft_heads.inference.evaluation.scores import Scorer
@@ -176,7 +177,7 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
     part of it, as a fingerprint does not see all weights; it and the environment are each node's own."""
     described = describe_run(options, target)
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
-    model["device"] = target.device.type
+    model["device"] = [device.type for device in devices_of(target)]
     machine = environment(str(target.device))  # a launcher may change the default of threads
     machine = {key: value for key, value in machine.items() if key not in ("time", "threads", "waiting_threads")}
     return {

@@ -300,6 +300,8 @@ def surroundings_of(report: Mapping[str, Any]) -> str:
     target, machine = report.get("target") or {}, report.get("environment") or {}
     place = machine.get("accelerator") or machine.get("processor") or "an unknown processor"
     versions = [f"{name} {machine.get(name)}" for name in ("draft-heads", "python", "torch", "transformers")]
+    versions += [f"sources {machine['sources']}"] if "sources" in machine else []
+    versions += ["without C++"] if machine.get("native_code") is False and target.get("device") == "cpu" else []
     last = [threads_text(machine["threads"], machine["waiting_threads"])] if "threads" in machine else []
     threads = " or ".join(report.get("settings", {}).get("threads_of_runs", last)) or "unknown threads"
     return f"{target.get('dtype')} on {place}, {threads}, {', '.join(versions)}"

@@ -203,6 +203,12 @@ NO_EFFECT: tuple[Entry, ...] = (
         "it exports the best checkpoint; drop one of the two",
     ),
     (
+        ("load_best_model_at_end",),
+        "save_strategy",
+        lambda v: _plain(v.save_strategy) == "best" and not v.load_best_model_at_end,
+        "what is saved as the best is exported; drop one of the two",
+    ),
+    (
         ("save_strategy",),
         "patience",
         lambda v: v.patience > 0,

@@ -91,8 +91,10 @@ class TrainingOptions:
             self.lr_scheduler_kwargs = {"mode": "max", **own}  # their default is "min"
         if self.tokens_per_batch:
             self.accelerator_config.even_batches = False  # their numbers of rows differ
-        if self.n_gpu > 1:
+        self.idle_gpus = 0
+        if (gpus := self.n_gpu) > 1:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
+            self.idle_gpus = gpus - 1
 
     def _set_constants(self: Any) -> None:
         """Set what is the same for every head."""
@@ -111,6 +113,8 @@ def settle(options: Any) -> None:
     if options.patience:
         options.load_best_model_at_end = True
         options.save_strategy = options.eval_strategy
+    if options.save_strategy == "best":
+        options.load_best_model_at_end = True  # a checkpoint is of use to a later run and to the export alone
     if options.patience or options.save_strategy == "best":
         options.metric_for_best_model = options.metric_for_best_model or "eval_loss"
     if saves_what_it_evaluates(options):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from draft_heads.configs.options import explain_out_of_memory, use_threads
 from draft_heads.data.collate import label_counts, row_lengths
 from draft_heads.data.common.files import names_path
 from draft_heads.data.common.processes import own_device
+from draft_heads.data.common.program import changes, this_program
 from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import is_hub_id, target_licence
@@ -350,15 +348,6 @@ def _data_name(source: str) -> str:
     return source if is_hub_id(source) else Path(source).name
 
 
-def this_program() -> dict[str, Any]:
-    """The commit and the versions of this program as they are now."""
-    return {
-        "git_commit": _git_commit(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
-    }
-
-
 def programs_of(program: dict[str, Any], resume: Path | None) -> list[dict[str, Any]]:
     """The programs that train a head, each with the step from which it does: those that the marker of the checkpoint
     `resume` names (of older versions none), then this one where it is another."""
@@ -370,24 +359,6 @@ def programs_of(program: dict[str, Any], resume: Path | None) -> list[dict[str, 
 
 def change_of_program(programs: list[dict[str, Any]]) -> str:
     """A line: what the last of the programs has other than the one before."""
-    before, now = ({**one, **one.get("packages", {})} for one in ([{}, *programs])[-2:])
-    named = [name for name in now if name not in ("from_step", "packages") and now[name] != before.get(name)]
-    changed = "; ".join(f"{name} was {before.get(name, 'not recorded')}, now {now[name]}" for name in named)
-    return f"any step after {now['from_step']} is this program's, which provenance.json tells apart: {changed}"
-
-
-def _git_commit() -> str:
-    """This program's, with `-dirty` where its rooms have changes that are in no commit; not that of a repository whose
-    environment it is installed in."""
-    here, said = Path(__file__).resolve(), list[str]()
-    own, rooms = f"{here.parent.name}/{here.name}", ["configs", "data", "heads", "inference", "train"]
-    try:
-        for words in (["ls-files", "--error-unmatch", own], ["rev-parse", "HEAD"], ["status", "-s", "--", *rooms]):
-            done = subprocess.run(
-                ["git", *words], cwd=here.parents[1], capture_output=True, text=True, check=True, timeout=10
-            )
-            said.append(done.stdout.strip())
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    _, commit, changes = said
-    return f"{commit}-dirty" if changes else commit
+    before, now = ([{}, *programs])[-2:]
+    told = changes(before, now)
+    return f"any step after {now['from_step']} is this program's, which provenance.json tells apart: {told}"

@@ -26,6 +26,13 @@ def wall_time_scheduler(name: Any, optimizer: Any, warmup: float, clock: WallClo
             f"{', '.join(counted)} must be a number of steps, which a run of --max_minutes does not know; leave it "
             "out, or give --max_steps"
         )
+    kind = getattr(name, "value", name)
+    if kind == "inverse_sqrt" or "warmup_lr_rate" in (options or ()):
+        what = kind if kind == "inverse_sqrt" else "warmup_lr_rate"
+        raise ValueError(
+            f"--max_minutes has a warm-up of its own, from 0 to the rate, by which {what} would not go; take another "
+            "--lr_scheduler_type or leave it out, or give --max_steps"
+        )
     shape = get_scheduler(
         name, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION, scheduler_specific_kwargs=options
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -23,6 +24,8 @@ from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe, ha
 from draft_heads.train.schedule import check_schedule
 from draft_heads.train.zero_config import check_build_locks, free_buffers_at_the_end, zero_config
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class HeadTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[misc]
@@ -32,6 +35,7 @@ class HeadTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore
     own_intervals: set[str] = field(default_factory=lambda: set(INTERVALS), init=False)  # those that no recipe chose
 
     def __post_init__(self) -> None:
+        self.torch_compile = self.torch_compile or bool(self.torch_compile_backend or self.torch_compile_mode)
         if self.torch_compile and self.tf32 is None:
             self.tf32 = False  # transformers would turn it on, which rounds the products of float32
         super().__post_init__()
@@ -177,6 +181,13 @@ def check_together(
     asked: Mapping[str, Any],
 ) -> None:
     """ValueError for options that do not go together; given: the command line's; asked: those and a user's file's."""
+    if training.idle_gpus and not run.target_device:
+        logger.warning(
+            "one of %s GPUs is used; start the same command with deepspeed, accelerate launch or `torchrun "
+            "--nproc_per_node %s` to use all, or hide the others with CUDA_VISIBLE_DEVICES",
+            1 + training.idle_gpus,
+            1 + training.idle_gpus,
+        )
     check_effects(SimpleNamespace(**{**vars(head), **vars(run), **vars(training)}), asked)
     if training.world_size == 1 and (alone := [name for name in given if name.startswith("ddp_")]):
         raise ValueError(

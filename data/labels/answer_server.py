@@ -63,7 +63,13 @@ class AnswerServer:
         if self.model is None:
             if not (models := self._call("/models", None, _models)):
                 raise ValueError(f"base_url {self.url} serves no model; pass model_name")
-            self.model = str(models[0]["id"])
+            names = [str(model.get("id")) for model in models]
+            if len(names) > 1:  # as vLLM lists a model and then its adapters
+                raise ValueError(
+                    f"base_url {self.url} serves {len(names)} models ({', '.join(names[:6])}); pass model_name with "
+                    "that of the target"
+                )
+            self.model = names[0]
 
     def __call__(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[tuple[int, Answer]]:
         """See `data.labels.answers.Answerer`.

@@ -14,8 +14,9 @@ earlier one and the same turns to train on would give the same rows: it is left 
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
 fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, named_by (what `conversation` is a digest
-of), shards [{file, rows, first_row, source_rows, skipped [{row, place, id, reason}], trimmed [the same with
-kept_turns], cut, …}], counts {rows, tokens, trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished,
+of), programs (those that made it, in their order, and the model that a server answered with), shards [{file, rows,
+first_row, source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts {rows,
+tokens, trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished,
 loops, unasked (questions after an answer that did not end, or without room for one), without_end (trained recorded
 answers whose last token ends none), shortened (those to earlier questions of which the template leaves out a part)},
 complete.
@@ -43,8 +44,10 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.configs.options import dtype_name, explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
+from draft_heads.data.common.program import this_program
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.generation_config import processor_settings
+from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.answers import Answerer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller, Row
@@ -52,6 +55,7 @@ from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labels.labeller import Labeller
 from draft_heads.data.labels.questions import QuestionNames
 from draft_heads.data.labels.shards import ShardFolder, check_apart
+from draft_heads.data.text.chat_template import template_source, template_variables
 from draft_heads.data.text.conversations import (
     BadRow,
     Conversations,
@@ -95,8 +99,11 @@ def distill(
     check_apart(header["data"]["source"], output)
     data = {name: value for name, value in header["data"].items() if name != "source"}  # paths, which nodes may have
     processes.check_same({**header, "target": header["target"]["fingerprint"], "data": data})
+    program = this_program()
+    if isinstance(distiller.answerer, AnswerServer):
+        program["model"] = distiller.answerer.model
     with processes.first_alone() as first:
-        folder = ShardFolder.open(output, header, overwrite) if first else None
+        folder = ShardFolder.open(output, header, overwrite, program) if first else None
         if folder is not None:
             if distiller.hidden_dtype is not None:
                 missing = folder.missing(len(loaded.dataset), options.shard_rows)
@@ -170,14 +177,13 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
             shortened,
         )
     if manifest["counts"].get("unfinished", 0) * 5 > manifest["counts"]["rows"]:
-        thinks = "enable_thinking" in str(distiller.target.tokenizer.chat_template)
+        thinks = "enable_thinking" in template_variables(template_source(distiller.target.tokenizer))
         logger.warning(
             "%d of %d rows end before their answer does, at --max_new_tokens %d: raise it%s",
             manifest["counts"]["unfinished"],
             manifest["counts"]["rows"],
             distiller.options.max_new_tokens,
-            ", or answer without thoughts: a copy of the chat template that begins with {% set enable_thinking = false "
-            "%}, as --chat_template of all commands"
+            ", or answer without thoughts: set it in --chat_template of all commands, as own,enable_thinking=false"
             if thinks
             else "",
         )

@@ -57,7 +57,7 @@ class DistillOptions(DatasetOptions):
     drafter: str = option("", "drafts the generated answers, which stay the same: ngram, ctc=RUN/head, … (none)")
     base_url: str | None = option(None, "URL of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
     concurrency: int = option(256, "requests that the server gets at once (256)", least=1)
-    model_name: str | None = option(None, "name of the model on that server (the first it lists)")
+    model_name: str | None = option(None, "name of the model on that server (the one that it lists)")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -100,7 +100,7 @@ class Distiller:
         target.check_layers(options.target_layers)
         if answerer is None and options.engine == "openai":
             answerer = AnswerServer(target, options)
-        self._answerer = answerer
+        self.answerer = answerer
         self.unasked = 0  # questions after an answer that did not end, or without room for one
         self.unit = "answers" if options.labels == "generate" else "conversations"
         self.advance: Callable[[int], None] = lambda units: None  # called with the number of new units
@@ -121,7 +121,7 @@ class Distiller:
         asked: list[tuple[Row, list[int]]] = []  # a prompt each, for the next answer
         for index, record in enumerate(conversations):
             yield from self._ended(self._new_row(first + index, record), asked)
-        answerer = self._answerer
+        answerer = self.answerer
         if answerer is not None and journal is not None:
             answerer = AnswerJournal(answerer, journal)
         while asked:

@@ -40,6 +40,7 @@ from draft_heads.data.common.files import (
     write_text,
 )
 from draft_heads.data.common.processes import TOKEN, Processes
+from draft_heads.data.common.program import changes
 from draft_heads.data.fingerprint import compared
 from draft_heads.data.labels.answer_journal import count_answers
 from draft_heads.data.labels.questions import NAMED_BY
@@ -98,8 +99,12 @@ class ShardFolder:
         return cls(Path(output), _read_manifest(Path(output)))
 
     @classmethod
-    def open(cls, output: str, header: dict[str, Any], overwrite: bool) -> ShardFolder:
+    def open(
+        cls, output: str, header: dict[str, Any], overwrite: bool, program: dict[str, Any] | None = None
+    ) -> ShardFolder:
         """Start an output, or continue one of the same command; ValueError for one of which another made a part.
+
+        program: which makes what is missing; a line tells what it has other than the one before
 
         `header` holds the manifest's `_HEADER` fields; two commands are the same when all of them are equal, but for
         `skip_bad_rows`, which a later one may add.
@@ -113,7 +118,7 @@ class ShardFolder:
         if foreign := sorted(path.name for path in there if not own.fullmatch(path.name)):
             raise ValueError(f"output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         fresh = {"format_version": FORMAT_VERSION, **header, "named_by": NAMED_BY}
-        fresh |= {"shards": [], "counts": {}, "complete": False}
+        fresh |= {"programs": [program] if program else [], "shards": [], "counts": {}, "complete": False}
         opened = cls(folder, fresh)
         opened._lock = lock_folder(folder, "output")
         if not goes_on:
@@ -139,6 +144,11 @@ class ShardFolder:
             opened.manifest |= {"shards": shards, "complete": False}
         if opened.manifest["complete"]:
             raise ValueError(f"output {output} is already complete; set overwrite to make it again")
+        before = opened.manifest.setdefault("programs", [{}])  # older versions noted none
+        if program and program not in before[-1:]:
+            told = changes(before[-1] if before else program, program)
+            logger.warning("output %s: what is missing is made by another program than the rest: %s", output, told)
+            before.append(program)
         return opened
 
     def begin(self) -> None:

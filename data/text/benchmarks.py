@@ -27,6 +27,7 @@ from draft_heads.data.text.known_benchmarks import Description, describe, is_des
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
 from draft_heads.data.text.turn_lists import turns_of
+from draft_heads.data.text.turns import without_listed
 
 __all__ = ["BenchmarkError", "Question", "checked_id", "gsm8k_answer", "load_benchmark"]
 __all__ += ["prompts_checksum", "questions_checksum"]
@@ -255,6 +256,7 @@ def _conversation(record: dict[str, Any], row: int) -> Question:
     if not texts:
         raise BenchmarkError("the user's turns are non-empty texts, received none")
     rest["system"] = messages[0]["content"] if messages[0]["role"] == "system" else None
+    rest["extra"] = without_listed(rest["system"], rest["extra"])
     return Question(_id(record, f"row-{row + 1}"), record.get("category"), texts, **rest)
 
 
@@ -272,7 +274,7 @@ def _system_and_extra(
     if further.unknown:
         raise BenchmarkError(f"{further.unknown[0]}; take it out{remedy}")
     check_encodable(further.system, further.extra)
-    return {"system": further.system, "extra": further.extra}
+    return {"system": further.system, "extra": without_listed(further.system, further.extra)}
 
 
 def _text(record: dict[str, Any], key: str, number: bool = False) -> str:

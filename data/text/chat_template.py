@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from copy import copy
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unicodedata import normalize
 
 from jinja2 import meta, nodes
@@ -15,13 +19,23 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file, chat_template_utils
 
 from draft_heads.data.common.pretrained import MAY_BE_MISSING
+from draft_heads.data.text.refused_keys import TEMPLATE_FLAGS
 
 logger = logging.getLogger(__name__)
 
 BUNDLED = Path(__file__).resolve().parents[2] / "configs" / "chat_templates"
+OWN = "own"
+"""Names the tokenizer's own chat template, to give it settings."""
+
 CHAT_TEMPLATE_HELP = (
-    "chat template in place of the tokenizer's own: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
+    "chat template in place of the tokenizer's own: a .jinja file, or the name of a bundled one (vicuna, llama-2); "
+    "with settings for it or for the tokenizer's `own`, as own,enable_thinking=false"
 )
+
+_OF_THOUGHTS = ("enable_thinking", "thinking")
+_SET = re.compile(r"\{% set (\w+) = (.*) %\}")
+_OF_CONVERSATIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+"""What a chat template reads of each conversation or of the tokenizer, and has no setting for."""
 
 PROBE_TEXT = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
 """Two vocabularies with equal entries may still split text differently: this one is split to compare them. A tokenizer
@@ -52,6 +66,76 @@ def read_chat_template(name_or_path: str) -> str:
     return template
 
 
+def split_settings(chat_template: str | None) -> tuple[str | None, dict[str, Any]]:
+    """(the name or file, None for the tokenizer's own; settings) of a --chat_template, whose values are as in JSON, or
+    else texts. Example: `own,enable_thinking=false,style=short` → None, {"enable_thinking": False, "style": "short"}.
+    """
+    if chat_template is None or Path(chat_template).is_file():
+        return chat_template, {}
+    name, *pairs = chat_template.split(",")
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not (equals and key.isidentifier()) or key in settings:
+            raise ValueError(
+                f"chat_template takes settings as name=value, each once; got {pair!r} in {chat_template}; write for "
+                f"example {OWN},enable_thinking=false"
+            )
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+        if isinstance(settings[key], list | dict):
+            raise ValueError(f"a setting of a chat template is a word, a number, true or false; got {pair}; write one")
+        flag = key in TEMPLATE_FLAGS and not isinstance(settings[key], bool)
+        if flag or text in ("True", "False", "None"):
+            raise ValueError(
+                f"settings of a chat template are written as in JSON, {key if flag else 'switches'} as true or false; "
+                f"got {pair}; write for example {key}=false"
+            )
+    return None if name == OWN and not Path(OWN).is_file() else name, settings
+
+
+def with_settings(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer, whose chat template sets what it reads of these names itself; ValueError for one it does not read.
+
+    So whoever reads the template, its hash too, has the settings with it.
+    """
+    if not settings:
+        return tokenizer
+    own = tokenizer.chat_template
+    texts = own if isinstance(own, dict) else {"default": str(own or "")}
+    known = frozenset[str]().union(*map(template_variables, texts.values())) - _OF_CONVERSATIONS
+    if unread := [name for name in settings if name not in known]:
+        raise ValueError(
+            f"chat_template must read the settings that it is given; this one does not read {unread[0]!r}, but "
+            f"{', '.join(sorted(known)) or 'none'}; leave it out"
+        )
+    lines = "".join(f"{{% set {name} = {_in_jinja(value)} %}}\n" for name, value in sorted(settings.items()))
+    set_in = {name: lines + text for name, text in texts.items()}
+    tokenizer.chat_template = set_in if isinstance(own, dict) else set_in["default"]
+    return tokenizer
+
+
+def _in_jinja(value: Any) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def reads_setting(template: str, name: str, value: Any) -> bool:
+    """Whether a chat template heeds a word, a number or a boolean of one conversation: it reads it, or was made to set
+    it to the same (`with_settings`), or it is asked for no thoughts and knows none."""
+    own: dict[str, Any] = {}
+    for line in template.split("\n"):
+        if (match := _SET.fullmatch(line)) is None:
+            break
+        with suppress(ValueError):  # of a line that the template came with
+            own[match[1]] = None if match[2] == "none" else json.loads(match[2])
+    if name in own:
+        return bool(own[name] == value)
+    thinks = any(own.get(flag) for flag in _OF_THOUGHTS)
+    return (name in _OF_THOUGHTS and value is False and not thinks) or name in template_variables(template)
+
+
 def template_source(tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of a tokenizer's chat template; of several (`default`, `tool_use`) all texts, that by default first."""
     own = tokenizer.chat_template
@@ -80,12 +164,13 @@ def without_date(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 @cache
 def template_variables(template: str) -> frozenset[str]:
-    """The names that a chat template reads of what it is given; those that it sets itself are none of them.
+    """The names that a chat template reads of what it is given; those that it sets itself are none of them, nor the
+    functions that it may call.
 
     Example: of `{% if thinking %}{% for name in names %}{{ name.id }}{% endfor %}{% endif %}` thinking and names.
     """
     environment = chat_template_utils._compile_jinja_template(template).environment  # knows `{% generation %}`
-    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys())
 
 
 @cache
@@ -100,7 +185,7 @@ def blocks_in_buffers(template: str) -> bool:
 
 
 def load_tokenizer(path: str, chat_template: str | None = None, option: str = "--target") -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id; `chat_template` (a name or a file) replaces its own.
+    """The tokenizer of a folder or hub id; `chat_template` (a name or a file, without settings) replaces its own.
 
     ValueError, which names the `option`, if there is no tokenizer, or it is not that of its tokenizer.json.
     """
@@ -162,11 +247,13 @@ def _check_its_file(tokenizer: PreTrainedTokenizerBase, path: str, option: str) 
 
 
 def load_chat_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer`, for --tokenizer; one without a chat template gets Vicuna's, which a line says."""
-    template = read_chat_template("vicuna" if chat_template is None else chat_template)
+    """As `load_tokenizer`, for --tokenizer, with settings too; one without a chat template gets Vicuna's, which a line
+    says."""
+    name, settings = split_settings(chat_template)
+    template = read_chat_template("vicuna" if name is None else name)
     tokenizer = load_tokenizer(path, option="--tokenizer")
-    if chat_template is None and not tokenizer.chat_template:
+    if name is None and not tokenizer.chat_template:
         logger.warning("--tokenizer %s has no chat template: the bundled vicuna is taken", path)
-    if chat_template is not None or not tokenizer.chat_template:
+    if name is not None or not tokenizer.chat_template:
         tokenizer.chat_template = template
-    return tokenizer
+    return with_settings(tokenizer, settings)

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.chat_template import template_source, template_variables, with_whole_offsets
+from draft_heads.data.text.chat_template import reads_setting, template_source, with_whole_offsets
 from draft_heads.data.text.errors import ControlTokenError, ConversationError, check_unicode
 from draft_heads.data.text.marks import (
     PLACEHOLDER,
@@ -231,10 +231,7 @@ class ChatText:
                 rest = {key: one for key, one in extra.items() if key != name}
                 read = rendered(asked, extra, prompt=True) != rendered(asked, rest, prompt=True)
             else:
-                asks_nothing = (
-                    name in ("enable_thinking", "thinking") and value is False
-                )  # of one that knows no thoughts
-                read = asks_nothing or name in template_variables(template)
+                read = reads_setting(template, name, value)
             if not read:
                 return repr(name)
         for number, message in enumerate(messages):

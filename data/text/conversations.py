@@ -40,6 +40,7 @@ from draft_heads.data.text.row_keys import (
     without_none,
 )
 from draft_heads.data.text.turn_lists import turns_of
+from draft_heads.data.text.turns import without_listed
 
 if TYPE_CHECKING:  # decoding and benchmarks need no `datasets`
     import datasets
@@ -150,7 +151,7 @@ def read_conversations(
     kept: list[tuple[str, str, Conversation]] = []
     bad_rows: list[BadRow] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()  # what is asked, and which answers are not to be trained on
-    repeated, unread, notes = 0, Counter[str](), Counter[str]()
+    repeated, in_system, unread, notes = 0, 0, Counter[str](), Counter[str]()
     for place, record in read_rows(source, split, config, option="--dataset"):
         row_id, conversation, faults = _sound_part(place, record, asked is not None)
         if faults and not skip_bad_rows:
@@ -162,6 +163,8 @@ def read_conversations(
         if not conversation.messages:
             continue
         notes.update(notes_of(record))
+        conversation, listed_before = _with_tools_once(conversation)
+        in_system += listed_before
         if asked is not None:
             unread.update(key for key in sorted(ANSWERS & record.keys()) if record[key])
             if (same := (asked(conversation), conversation.untrained)) in seen:
@@ -177,6 +180,8 @@ def read_conversations(
         logger.warning("%s: rows with %r: %s; it is not read, for the target writes the answers", source, key, rows)
     if listed := ", ".join(f"{key!r} of {rows:,}" for key, rows in notes.most_common()):
         logger.warning("%s: taken for notes on the texts of rows, and not read: %s", source, listed)
+    if in_system:
+        logger.warning("%s: rows whose system text lists the tools, and nothing else does: %s", source, in_system)
     if not kept:
         reason = (
             f"all {len({bad.place for bad in bad_rows})} rows are bad, the first: {bad_rows[0]}"
@@ -239,7 +244,16 @@ def parse_record(record: Any) -> Conversation:
     _, conversation, faults = _sound_part("row 1", record)
     if faults:
         raise ConversationError(str(faults[0]).removeprefix("row 1: "))
-    return conversation
+    return _with_tools_once(conversation)[0]
+
+
+def _with_tools_once(conversation: Conversation) -> tuple[Conversation, bool]:
+    """The conversation without `tools` that its system text lists, which the chat template would list again; whether
+    it has such."""
+    messages, extra = conversation
+    system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+    rest = without_listed(system, extra)
+    return Conversation(messages, rest), rest != extra
 
 
 def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, Conversation, list[BadRow]]:

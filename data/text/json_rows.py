@@ -125,11 +125,13 @@ def _dataset_rows(
 ) -> Iterator[tuple[str, Any]]:
     import datasets  # takes a second
 
+    chosen, saved = None, True
     if (Path(source) / "dataset_info.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
         if config and not is_copy:
             raise ValueError(f"{source} is a saved dataset without configurations; got {config}; leave it out")
         loaded = datasets.load_from_disk(source).with_format(None)  # which may name some of the columns
     else:
+        saved = False
         try:
             if Path(source).is_dir():
                 _check_folder(source)
@@ -169,9 +171,13 @@ def _dataset_rows(
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(loaded)}")
         others = [name for name in loaded if name != split]
-        if others and Path(source).is_dir():
+        if others and (Path(source).is_dir() or option is not None):
             logger.warning("%s: its split %s is read, not %s", source, split, ", ".join(others))
         loaded = loaded[split]
+        part = chosen.name if chosen is not None else getattr(loaded, "config_name", None)
+        unnamed = config is None and option is not None and part not in (None, "default") and not saved
+        if unnamed and len(datasets.get_dataset_config_names(source)) > 1:
+            logger.warning("%s: its configuration %s is read; --dataset_config names another", source, part)
     elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got split {split}; leave it out")
     if not isinstance(loaded, _Files) and (mixed := _mixed_text(loaded.features)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from draft_heads.data.text.template_probe import Messages
@@ -12,6 +14,20 @@ _NO_PART = {"role", "name", "tool_call_id"}  # keys of a message whose text is n
 def trained_answers(messages: Messages) -> list[int]:
     """The number of each message that is an answer to be trained on."""
     return [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("trained") is not False]
+
+
+def without_listed(system: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat template's further arguments, without `tools` that the system text lists itself: it has `"name": "add"`
+    of each and, as a call has not, `"parameters"`, as JSON or Python write them."""
+    tools = extra.get("tools", ())
+    known = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    names = [one.get("name") for one in known if isinstance(one, Mapping)]
+    quote = r"""\\*["']"""
+    forms = [rf"{quote}name{quote}\s*:\s*{quote}{re.escape(str(name))}{quote}" for name in names]
+    listed = 0 < len(names) == len(tools) and all(re.search(form, system or "") for form in forms)
+    if not (listed and re.search(rf"{quote}parameters{quote}\s*:", system or "")):
+        return dict(extra)
+    return {name: value for name, value in extra.items() if name != "tools"}
 
 
 def texts_of(answer: dict[str, Any]) -> list[str]:

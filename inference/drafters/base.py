@@ -147,6 +147,15 @@ class Drafter(ABC):
     def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
         """Read the committed tokens and their hidden states: of all texts, or after a prefill of the one in `slot`."""
 
+    def end(self, slot: int, tokens: list[int]) -> None:
+        """A text has ended with these `tokens`, of a step that no `observe` follows: what carries over may learn them.
+        Nothing by default."""
+        return
+
+    def end_texts(self) -> None:
+        """No slot has a text any more, as after a batch that was left before its end. Nothing by default."""
+        return
+
     def rewind(self, text: VerifiedStep, capacity: int) -> None:
         """Replace the observed text by `text`, given whole as after a prefill, after the target rejected a draft."""
         self.begin(0, text.tokens[0], capacity)
@@ -249,6 +258,14 @@ class SlotLoop(Drafter):
         """See `Drafter.begin`."""
         self.each[slot].begin(0, prompt, capacity)
         self._proposed[slot] = None
+
+    def end(self, slot: int, tokens: list[int]) -> None:
+        """See `Drafter.end`."""
+        self.each[slot].end(0, tokens)
+
+    def end_texts(self) -> None:
+        """See `Drafter.end_texts`."""
+        self._proposed = [None] * len(self.each)
 
     def set_visible_length(self, tokens: int) -> None:
         """See `Drafter.set_visible_length`."""

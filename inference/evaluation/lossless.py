@@ -207,6 +207,9 @@ def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             experts.set_experts_implementation(experts_before)
         for hook in hooks:
             hook.remove()
+        for kept in own.values():  # of modules within which Ctrl-C came
+            for tensor, values in kept:
+                tensor.data = values
 
 
 @torch.no_grad()

@@ -21,12 +21,15 @@ _LARGE = 2**30  # bytes
 
 def content_of(source: str | Path, whole: bool = False) -> Any:
     """Checksum of a file (unless `whole` is set, of one of 1 GiB or more its size and time of change), or name →
-    checksum of the files of a model, head or datastore in a folder. Of a hub id the revision that is loaded now; what
-    is none of these is named as it is.
+    checksum of the files of a model, head or datastore in a folder. Of a hub id the revision that is loaded now; of
+    FILE,name=value the file's and the rest; what is none of these is named as it is.
     """
     path = Path(source)
     if path.is_dir():
         return {file.name: content_of(file, whole) for file in sorted(path.iterdir()) if file.suffix in _OF_MODELS}
+    file, comma, settings = str(source).partition(",")
+    if comma and not path.is_file() and Path(file).is_file():
+        return [content_of(file, whole), settings]
     if not path.is_file():
         return _with_revision(str(source))
     about = path.stat()

@@ -30,7 +30,8 @@ class Meter:
     """Reads the counters of CUDA devices before and after the answers of each drafter; of other devices, nothing.
 
     All drafters' weights and caches are allocated at the same time. A drafter's peak is what its answers allocate, and
-    what it keeps from its earlier answers (its caches, CUDA graphs): not its weights, and nothing of the others.
+    what it keeps from its earlier answers (its caches): not its weights, nothing of the others, and not what the CUDA
+    graphs of its steps reserve for their own tensors, which a line tells when they are captured.
     Energy is the whole GPU's while the drafter answers. Of several GPUs both are sums.
     """
 

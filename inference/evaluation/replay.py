@@ -72,6 +72,8 @@ def replay(
         sources = accepted_sources(tree, tokens[start:])
         count = len(sources) + 1
         new = tokens[start : start + count]
+        if start + count >= len(tokens):
+            drafter.end(0, new)
         done.tokens.extend(new)
         done.sources.extend([*sources, -1][: len(new)])
         done.accept_lengths.append(len(new))

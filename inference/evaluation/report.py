@@ -15,6 +15,7 @@ import torch
 
 from draft_heads.configs.waiting import threads_in_use, waiting_threads
 from draft_heads.data.common.files import names_path, write_text
+from draft_heads.data.common.program import source_digest
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.html.page import page
 from draft_heads.inference.evaluation.metrics import plain_loop, result_rows, shown_names, without_shared_seconds
@@ -31,6 +32,7 @@ from draft_heads.inference.evaluation.report_text import (
     time_table,
     usage_tables,
 )
+from draft_heads.inference.native.library import is_loaded
 
 PICTURES = ("speedup.png", "accepted_length.png", "time_share.png")
 REPLAY_PICTURES = ("accepted_length.png",)
@@ -82,10 +84,13 @@ def _version(package: str) -> str | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What figures depend on besides the settings: versions, machine, threads and how they wait."""
+    """What figures depend on besides the settings: versions, the sources of this package and whether its C++ is used,
+    machine, threads and how they wait."""
     return {
         "python": platform.python_version(),
         **{name: _version(name) for name in ("draft-heads", "torch", "transformers")},
+        "sources": source_digest(),
+        "native_code": is_loaded(),
         "machine": platform.machine(),
         "processor": _processor(),
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,

@@ -57,12 +57,19 @@ def load_library() -> bool:
     return True
 
 
+def is_loaded() -> bool:
+    """Whether this process has asked for the library and has it."""
+    return load_library.cache_info().currsize > 0 and load_library()
+
+
 def _compile(command: list[str], library: Path) -> None:
     """Into a temporary file, then renamed: another process may compile too, or this one may be killed."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         fresh = Path(folder) / library.name
-        subprocess.run([*command, "-o", str(fresh)], check=True, capture_output=True, text=True)
+        subprocess.run(  # in a session of its own: a terminal's Ctrl-C is for this program, which then ends it or not
+            [*command, "-o", str(fresh)], check=True, capture_output=True, text=True, start_new_session=True
+        )
         fresh.replace(library)
 
 

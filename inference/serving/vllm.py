@@ -114,7 +114,9 @@ class HeadProposer:
         head = load_head(self._path, known).to(device, self._dtype)
         if head.config.target_fingerprint.get("chat_template_hash", template) != template:
             self._logger.warning(
-                "%s learned from another chat template than the model's own; serve it with --chat-template", self._path
+                "%s learned from another chat template than the model's own, or one with settings; serve it with "
+                "--chat-template, or --default-chat-template-kwargs",
+                self._path,
             )
         files.check_layers(head.config.target_layers)
         self.layers = tuple(head.config.target_layers)

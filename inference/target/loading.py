@@ -23,7 +23,7 @@ from draft_heads.configs.options import out_of_memory
 from draft_heads.data.common.pretrained import MAY_BE_MISSING, check_folder_or_hub_id, load_config, model_class
 from draft_heads.data.fingerprint import adapter_scaling, weights_hashes
 from draft_heads.data.generation_config import check_file
-from draft_heads.data.text.chat_template import load_tokenizer, template_source
+from draft_heads.data.text.chat_template import load_tokenizer, split_settings, template_source, with_settings
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.architecture import check_decoder_only
 from draft_heads.inference.target.library_names import caps_scores
@@ -193,8 +193,11 @@ def target_config(path: str) -> Any:
 
 def target_tokenizer(path: str, chat_template: str | None, adapter: str | None) -> PreTrainedTokenizerBase:
     """A target's tokenizer with the chat template that renders its prompts: the one given, its adapter's, its own."""
-    tokenizer = load_tokenizer(path, chat_template)
-    return _adapters_tokenizer(tokenizer, adapter, chat_template is not None) if adapter else tokenizer
+    name, settings = split_settings(chat_template)
+    tokenizer = load_tokenizer(path, name)
+    if adapter:
+        tokenizer = _adapters_tokenizer(tokenizer, adapter, asked=name is not None)
+    return with_settings(tokenizer, settings)
 
 
 def _adapters_tokenizer(tokenizer: PreTrainedTokenizerBase, adapter: str, asked: bool) -> PreTrainedTokenizerBase:

@@ -213,7 +213,8 @@ class Target:
         dtype          or its name; by default float32 on a CPU, the checkpoint's own on a GPU
         device         "auto" spreads the layers over all devices
         adapter        a PEFT adapter to merge into the target
-        chat_template  a bundled name or a .jinja file, instead of the adapter's or else the tokenizer's own
+        chat_template  a bundled name or a .jinja file, instead of the adapter's or else the tokenizer's `own`, with
+                       settings if any (`own,enable_thinking=false`)
         split          the weights are split among the processes of the run (`inference.target.sharded`)
         lend_to        only embedding and LM head go to this device; the rest is not run and stays in its files
         drafts         it drafts for another target by its logits alone: its generation settings are ignored

@@ -4,8 +4,8 @@
 
 The same questions of the project's own are answered at every batch size, without drafts and with each drafter, the arms
 in turn. Every answer must be the one that decoding alone gives. Of each size: γ against the plain loop of that size,
-speed over the plain loop of one text, drafting's share of the time, and a draft's time over that of one text. Medians
-of the rounds.
+speed over the plain loop of one text, and, on a CPU, drafting's share of the time, prompts included, and the time of a
+draft (to read a step and propose after it) over that at one text. Medians of the rounds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import time
 from functools import partial
-from math import nan
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
@@ -24,6 +24,7 @@ from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.bench.decode import check_forgets, in_turn, prompts
@@ -36,28 +37,41 @@ class CountedBatches:
     def __init__(self, target: Target, spec: DrafterSpec, nodes: int, size: int) -> None:
         drafter = build_drafter(spec, target, nodes, size)
         check_forgets({spec.name: drafter})
-        self._engine, self._propose, self.size = BatchEngine(target, drafter), drafter.propose, size
+        self._engine, self.size = BatchEngine(target, drafter), size
+        self._propose, self._observe = drafter.propose, drafter.observe
         drafter.propose = self._counted  # type: ignore[method-assign]
+        drafter.observe = self._timed  # type: ignore[method-assign]
+        self._on_cpu, self._drafting = target.device.type == "cpu", 0.0
         self.answers: list[list[int]] = []
         self.beta, self.drafts = 0.0, 0
         self.draft_seconds: list[float] = []
         self.shares: list[float] = []
 
     def _counted(self) -> DraftTree:
+        start = time.perf_counter()
+        tree = self._propose()
+        self._drafting += time.perf_counter() - start
         self.drafts += 1
-        return self._propose()
+        return tree
+
+    def _timed(self, step: VerifiedStep, slot: int | None = None) -> None:
+        start = time.perf_counter()
+        self._observe(step, slot)
+        if slot is None:  # else a prompt: each text has one, however many are read at once
+            self._drafting += time.perf_counter() - start
 
     def run(self, texts: list[list[int]], settings: GenerationSettings) -> None:
         """Answer all texts."""
-        self.drafts = 0
+        self.drafts, self._drafting = 0, 0.0
         answers = self._engine.generate(texts, settings)
         earlier, self.answers = self.answers, [answer.tokens for answer in answers]
         if earlier and earlier != self.answers:
             raise AssertionError(f"{self.size} texts at once got other answers than in the round before")
         self.beta = sum(map(len, self.answers)) / sum(answer.target_steps for answer in answers)
-        drafting, total = (sum(answer.seconds.get(part, nan) for answer in answers) for part in ("draft", "total"))
-        self.draft_seconds.append(drafting / max(self.drafts, 1))  # none where the prefill ends every answer
-        self.shares.append(drafting / total)
+        if self._on_cpu:  # else the device drafts beside the host
+            drafting, total = (sum(answer.seconds[part] for answer in answers) for part in ("draft", "total"))
+            self.draft_seconds.append(self._drafting / max(self.drafts, 1))  # none where prefills end every answer
+            self.shares.append(drafting / total)
 
 
 def measure(
@@ -93,10 +107,10 @@ def measure(
                 "beta": engine.beta,
                 "gamma": median(taken["vanilla", size], times),
                 "over_plain_alone": median(taken[alone], times),
-                "draft_share": statistics.median(engine.shares[1:]),  # without the warm-up
+                "draft_share": statistics.median(engine.shares[1:]) if engine.shares else None,  # without the warm-up
                 "draft_over_first_size": median(engine.draft_seconds[1:], first.draft_seconds[1:])
-                if all(first.draft_seconds)
-                else 1.0,  # the plain loop drafts nothing
+                if name != "vanilla" and first.draft_seconds and all(first.draft_seconds)
+                else None,
             }
         )
     return rows

@@ -8,14 +8,19 @@ import pytest
 import torch
 
 from draft_heads.heads.base import Rows
+from draft_heads.inference import batch
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.step import verify_step
+from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
+from draft_heads.inference.verify import accept_exact
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, oracle_of
 from tests.tiny_chat import render_prompt
 
@@ -52,6 +57,35 @@ def test_each_steps_verification_is_timed_without_its_draft(target, answer):
     assert 0 < sum(result.step_seconds) < result.seconds["verify"] + result.seconds["accept"]  # which have the prefill
     plain = DecodingEngine(target, VanillaDrafter(), ahead=True).generate(PROMPT, GenerationSettings(9))
     assert plain.step_nodes == [0] * 8 and min(plain.step_seconds) > 0
+
+
+def test_acceptance_is_timed_apart_from_the_forward(target, answer, monkeypatch):
+    def slow(*args):
+        time.sleep(0.02)
+        return accept_exact(*args)
+
+    result = DecodingEngine(target, ScriptedDrafter(answer, 9), accept=slow).generate(PROMPT, GenerationSettings(60))
+    slept = 0.02 * (result.target_steps - 1)
+    assert slept < result.seconds["accept"] < result.seconds["total"] - result.seconds["verify"]
+    monkeypatch.setattr(batch, "accept_exact", slow)
+    [beside] = BatchEngine(target, ScriptedDrafter(answer, 9)).generate([PROMPT], GenerationSettings(60))
+    assert slept < beside.seconds["accept"] < beside.seconds["total"] - beside.seconds["verify"]
+
+
+def test_a_batch_counts_what_the_plain_loop_does_too_to_no_draft(target, answer, monkeypatch):
+    def slow(cache, index, single):
+        time.sleep(0.3)
+        return copy_sequence(cache, index, single)
+
+    copy_sequence = KVCache.copy_sequence
+    monkeypatch.setattr(KVCache, "copy_sequence", slow)
+    [found] = BatchEngine(target, ScriptedDrafter(answer, 9)).generate([PROMPT], GenerationSettings(30))
+    assert found.seconds["draft"] < 0.3 < found.seconds["other"]
+
+
+def test_steps_that_start_ahead_are_refused_where_the_drafter_reads_their_tokens(target):
+    with pytest.raises(ValueError, match=r"\(ahead=True\) where the drafter reads no tokens .*; got ngram; leave"):
+        DecodingEngine(target, NgramDrafter(), ahead=True)
 
 
 def test_verification_is_not_timed_where_the_next_draft_starts_before_it_has_ended(target):

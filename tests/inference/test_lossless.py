@@ -298,6 +298,20 @@ def test_one_module_at_a_time_is_in_the_higher_precision():
     assert max(cast) == 1  # every module of this model has one parameter, if any
 
 
+def test_ctrl_c_within_a_module_leaves_no_other_precision():
+    model = make_target().model
+    before = {name: p.clone() for name, p in model.named_parameters()}
+
+    def interrupted(module, args):
+        raise KeyboardInterrupt
+
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt), higher_precision(model, torch.float64):
+        model.lm_head.register_forward_pre_hook(interrupted)
+        model(input_ids=torch.tensor([PROMPT]))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 def test_float64_allows_no_difference():
     target = make_target(torch.float64)
     best = with_twin_of_the_best_token(target, 0.0)

@@ -1,6 +1,7 @@
 """The operations in C++ against the same in torch."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -66,6 +67,13 @@ def test_without_a_compiler_it_says_so_in_one_line_and_does_without(monkeypatch,
     assert len(caplog.messages) == 2
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
     monkeypatch.setattr(library, "load_library", lambda: False)
+
+
+def test_a_terminals_ctrl_c_does_not_reach_the_compiler(tmp_path):
+    """Its signal goes to one session; the program, which goes on after it, would keep that nothing was compiled."""
+    session = "import os, sys; open(sys.argv[-1], 'w').write(str(os.getsid(0)))"
+    library._compile([sys.executable, "-c", session], tmp_path / "made")
+    assert int((tmp_path / "made").read_text()) != os.getsid(0)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -1,11 +1,20 @@
 """ANPD's proposals against a count over the whole text, done again for every token."""
 
+from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.hybrid.merge import PhraseSource
 from draft_heads.inference.drafters.text.ngram import LANE, NgramDrafter, NgramTable
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.evaluation.replay import replay
+from draft_heads.inference.generation import GenerationSettings
+from tests.inference.models import load_target
 from tests.inference.text_drafters import begin, go_on, proposal, texts
 
 LANE_MASK = (1 << LANE) - 1
@@ -94,6 +103,50 @@ def test_counts_are_forgotten_unless_kept():
     assert proposal(drafter) == []
 
 
+@pytest.mark.parametrize("way", ["engine", "batch", "replay"])
+def test_kept_counts_have_every_token_of_an_answer(way):
+    """Also those of its last step, which no draft follows."""
+    target, prompts = load_target("llama", torch.float64), [list(range(3, 40)), [7, 8, 9] * 4]
+    settings, drafter = GenerationSettings(30, ()), NgramDrafter(n=3, k=4, keep=1)
+    answers = [Oracle(target, settings).answer(prompt) for prompt in prompts]
+    for prompt, answer in zip(prompts, answers):
+        if way == "engine":
+            assert DecodingEngine(target, drafter).generate(prompt, settings).tokens == answer
+        elif way == "batch":
+            assert BatchEngine(target, drafter).generate([prompt], settings)[0].tokens == answer
+        else:
+            replay(drafter, prompt, answer)
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
+    counted = sum((Counter(pairwise(text)) for text in texts), Counter())
+    counts = drafter.table._levels[0][2]
+    assert {((gram >> LANE) - 1, (gram & LANE_MASK) - 1): seen for gram, seen in counts.items()} == counted
+
+
+def test_what_a_conversation_repeats_at_each_turn_is_counted_once():
+    """Each prompt begins with the one before; only what follows is new."""
+    turns = [[1, 2, 9], [1, 2, 9, 4, 1, 3], [1, 2, 9, 4, 1, 3, 1, 3, 1], [7, 1, 2]]
+    drafter = NgramDrafter(n=3, k=1, keep=1)
+    for text in turns[:3]:
+        begin(drafter, text)
+    assert proposal(drafter) == [(3,)]  # 1 was followed once by 2 and twice by 3
+    begin(drafter, turns[3])  # another conversation, in which 1 is followed by 2 once more
+    once = Counter(pairwise(turns[2])) + Counter(pairwise(turns[3]))
+    counts = drafter.table._levels[0][2]
+    assert {(gram >> LANE, gram & LANE_MASK): seen for gram, seen in counts.items()} == {
+        (first + 1, second + 1): seen for (first, second), seen in once.items()
+    }
+    assert drafter.table.code == (2 << LANE | 3)  # of the last two tokens, whatever was skipped
+
+
+def test_n_grams_of_a_reading_that_was_interrupted_are_dropped_with_the_rare_ones(monkeypatch):
+    monkeypatch.setattr("draft_heads.inference.drafters.text.ngram.MOST_KEPT", 20)
+    drafter = NgramDrafter(n=2, k=1, keep=1)
+    begin(drafter, [*range(1, 30)])
+    drafter.table._levels[0][3].pop(5)
+    begin(drafter, [1, 2])
+    assert drafter.table.grams() < 20
+
+
 def test_of_too_many_kept_n_grams_those_of_rare_contexts_go(monkeypatch):
     """What is left is counted as before, and one text more than `MOST_KEPT` n-grams is the most that is held."""
     monkeypatch.setattr("draft_heads.inference.drafters.text.ngram.MOST_KEPT", 600)
@@ -140,7 +193,7 @@ def test_shares_of_all_levels_equal_a_count_over_the_whole_text():
 
 def test_shares_have_the_worked_examples_values():
     table = NgramTable(3)
-    for text in ([9, 4], [9, 6], [9, 6], [8, 9, 4]):
+    for text in ([9, 4], [9, 6], [7, 9, 6], [8, 9, 4]):
         table.start(keep=True)
         table.extend(text)
     # behind 8 9 stood 4 once; behind 9 stood 4 twice and 6 twice

@@ -10,6 +10,7 @@ import torch
 from draft_heads.inference import generate
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
@@ -17,6 +18,7 @@ from draft_heads.inference.generation import ContextError, Generation, Generatio
 from draft_heads.inference.target import probe, weights
 from draft_heads.inference.target.target import Target
 from tests.inference.models import RANDOM_TARGETS, load_target, make_drafter
+from tests.tiny_chat import random_llama
 
 PROMPT = list(range(3, 40))
 
@@ -72,6 +74,72 @@ def test_ctrl_c_at_any_place_of_a_step_leaves_an_engine_that_decodes():
             finally:
                 sys.settrace(None)
         assert engine.generate(PROMPT, settings).tokens == answer
+
+
+@pytest.mark.parametrize("refused", [[], list(range(3, 40)) * 99])
+def test_a_text_ends_when_the_weights_change_whatever_was_asked_meanwhile(refused):
+    target = Target(random_llama().double())
+    engine, batches = DecodingEngine(target, VanillaDrafter()), BatchEngine(target, VanillaDrafter(slots=2))
+    text = engine.stream(PROMPT, GenerationSettings(60))
+    next(text)
+    batch = batches.as_completed([PROMPT] * 3, [2, 60, 60], GenerationSettings(60, ()))
+    next(batch)
+    with torch.no_grad():
+        target.model.model.norm.weight.mul_(1.5)
+    with pytest.raises(ContextError):
+        engine.generate(refused)
+    with pytest.raises(RuntimeError, match="weights were changed before this text had ended; begin it again"):
+        next(text)
+    with pytest.raises(RuntimeError, match="weights were changed before this batch had ended; begin it again"):
+        next(batch)
+    assert len(engine.generate(PROMPT, GenerationSettings(6)).tokens) == 6
+
+
+def test_a_second_engine_whose_prefill_fails_has_ended_the_first_ones_text(monkeypatch):
+    target, drafter = load_target("llama", torch.float64), NgramDrafter()
+    engine, second = DecodingEngine(target, drafter), DecodingEngine(target, drafter)
+    text = engine.stream(PROMPT, GenerationSettings(24, ()))
+    next(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "prefill", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.generate(PROMPT)
+    with pytest.raises(RuntimeError, match="another engine began a text with this one's drafter"):
+        next(text)
+
+
+def test_a_smaller_batch_after_one_that_was_left_drafts_for_its_own_texts_alone():
+    """By the draft model's forwards, of which a text that was left would take more."""
+    target, other = load_target("llama", torch.float64), load_target("llama", torch.float64)
+
+    def forwards(words, left):
+        builder = DrafterBuilder(target, 8, slots=3)
+        builder.draft_model = lambda *_: other
+        drafter = builder.build(DrafterSpec.parse(words))
+        loops = [member.loop for member in drafter.members() if hasattr(member, "loop")]
+        engine = BatchEngine(target, drafter)
+        if left:
+            batch = engine.as_completed([PROMPT] * 3, [2, 60, 60], GenerationSettings(60, ()))
+            next(batch)
+            batch.close()
+        before = sum(loop.forwards for loop in loops)
+        engine.generate([PROMPT[:9]], GenerationSettings(12, ()))
+        return sum(loop.forwards for loop in loops) - before
+
+    for words in ("d=draft_model:x,k=2", "d=draft_model:x,k=2+ngram"):
+        assert forwards(words, left=True) == forwards(words, left=False) > 0
+
+
+def test_a_batch_after_one_that_was_left_has_no_rows_of_its_windows():
+    """A window is small at the beginning of a text, and full when the batch before is left."""
+    target = load_target("llama", torch.float64)
+    drafter = DrafterBuilder(target, 16, slots=2).build(DrafterSpec.parse("d=lookahead,n=3,w=3,g=2+ngram"))
+    engine, prompts, settings = BatchEngine(target, drafter), [PROMPT, PROMPT[:9]], GenerationSettings(24, ())
+    batch = engine.as_completed([PROMPT] * 3, [6, 60, 60], settings)
+    next(batch)
+    batch.close()
+    expected = [Oracle(target, settings).answer(prompt) for prompt in prompts]
+    assert [answer.tokens for answer in engine.generate(prompts, settings)] == expected
 
 
 @pytest.mark.parametrize("other", [DecodingEngine, BatchEngine])

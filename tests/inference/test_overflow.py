@@ -6,7 +6,7 @@ import torch
 from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
-from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
@@ -82,6 +82,36 @@ def test_a_text_for_which_there_is_no_memory_leaves_no_demand_for_it(monkeypatch
         else:
             assert engine.generate(short, SETTINGS).tokens == Oracle(target, SETTINGS).answer(short)
     assert engine.steps.reserved == 8192 and reserved[-1] <= 512
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("modules_only", [False, True])
+@pytest.mark.parametrize("words", ["draft_model:x,k=3", "draft_model:x,k=3,via=ngram", "ouroboros:x"])
+def test_a_draft_model_that_has_no_memory_for_a_text_drafts_for_the_next(monkeypatch, words, modules_only, error):
+    target = Target(random_llama(max_position_embeddings=4096).double())
+    other = Target(random_llama(max_position_embeddings=4096, num_hidden_layers=3).double())
+    other.modules_only = modules_only
+    builder, allocate, tried = DrafterBuilder(target, 8), KVCache.allocate, [0]
+    monkeypatch.setattr(builder, "draft_model", lambda *_: other)
+    engine = DecodingEngine(target, builder.build(DrafterSpec.parse(f"d={words}")))
+
+    def scarce(cache, like):
+        if len(cache.layers) == 3:
+            tried.append(cache.capacity)
+            if cache.capacity > 512 and (isinstance(error, Exception) or max(tried[:-1]) <= 512):
+                raise error
+        allocate(cache, like)
+
+    monkeypatch.setattr(KVCache, "allocate", scarce)
+    short, long = [5, 6, 7], list(range(3, 200)) * 4
+    for prompt in (short, long, short, short):
+        if prompt is long:
+            with pytest.raises(type(error)):
+                engine.generate(long, SETTINGS)
+        else:
+            assert engine.generate(short, SETTINGS).tokens == Oracle(target, SETTINGS).answer(short)
+    if not isinstance(error, Exception):
+        assert engine.generate(long, SETTINGS).tokens == Oracle(target, SETTINGS).answer(long)
 
 
 def test_labels_of_states_that_are_no_numbers_are_refused(monkeypatch):

@@ -1,11 +1,13 @@
 """The bench of batches: the answers of every size are those of decoding alone, and a figure is what it says."""
 
+import time
 from functools import partialmethod
 
 import pytest
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import build_drafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
@@ -75,7 +77,38 @@ def test_drafts_are_counted_and_their_time_shared(target):
     assert 0 < alone.shares[0] < 1 and alone.draft_seconds[0] > 0
 
 
+@pytest.mark.parametrize("part", ["begin", "prompt", "observe", "propose"])
+def test_a_draft_is_timed_without_the_prompts_that_were_read(target, monkeypatch, part):
+    """Each text has one prompt, and a share of each draft that depends on how many are drafted at once."""
+    method = "observe" if part == "prompt" else part
+    own = getattr(NgramDrafter, method)
+
+    def slow(drafter, *args):
+        of_a_prompt = args[1:] not in ((), (None,))  # the slot that it is in
+        if method != "observe" or of_a_prompt == (part == "prompt"):
+            time.sleep(0.02)
+        return own(drafter, *args)
+
+    monkeypatch.setattr(NgramDrafter, method, slow)
+    (_, spec), texts = drafter_specs(["ngram"]), prompts(target, 3, 0)
+    counted = batch.CountedBatches(target, spec, 8, 1)
+    counted.run(texts, GenerationSettings(TOKENS))
+    assert (counted.draft_seconds[0] > 0.008) == (part in ("observe", "propose"))
+
+
 def test_answers_of_one_token_need_no_draft(target):
     """The prefill gives an answer's first token."""
     rows = batch.measure(target, drafter_specs(["ngram"]), [1, 2], 8, prompts(target, 2, 0), 1, 1)
     assert [row["beta"] for row in rows] == 4 * [1] and [row["draft_share"] for row in rows] == 4 * [0]
+
+
+def test_a_device_that_drafts_beside_the_host_has_no_time_of_a_draft(target, monkeypatch, capsys):
+    init = batch.CountedBatches.__init__
+
+    def beside(counted, *args):
+        init(counted, *args)
+        counted._on_cpu = False
+
+    monkeypatch.setattr(batch.CountedBatches, "__init__", beside)
+    rows = batch.measure(target, drafter_specs(["ngram"]), [2], 8, prompts(target, 2, 0), TOKENS, 1)
+    assert [row["draft_share"] for row in rows] == [row["draft_over_first_size"] for row in rows] == 4 * [None]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_heads.inference.evaluation import report as reports
 from draft_heads.scripts import compare, evaluate, lossless
 from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts.decoding_options import drafter_specs
@@ -367,3 +368,20 @@ def test_what_is_applied_of_the_checkpoints_own_settings_is_said(tmp_path, caplo
     given = ["--drafters", "ngram", "--benchmarks", "a=b", "--output", str(tmp_path / "out"), "--device", "cpu"]
     options.load_target(options.parse_options("", ["--target", folder, *given]))
     assert "ask for repetition_penalty=1.3, which is applied" in caplog.text and "without CUDA graphs" in caplog.text
+
+
+def test_another_program_machine_or_number_of_devices_does_another_evaluation(tmp_path, monkeypatch):
+    """The package's version is the same after a pull, and a compiler that was installed makes a faster program."""
+    given = ["--drafters", "ngram", "--benchmarks", "a=b", "--output", str(tmp_path / "out"), "--device", "cpu"]
+    chosen = options.parse_options("", ["--target", save_target(tmp_path / "target"), *given])
+    target = options.load_target(chosen)
+    known = [json.dumps(evaluate.identity(chosen, target, ()))]
+    for owner, name, other in (
+        (reports, "source_digest", lambda: "another program"),
+        (reports, "is_loaded", lambda: None),
+        (target, "layer_devices", [torch.device("meta")]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, other)
+            known.append(json.dumps(evaluate.identity(chosen, target, ())))
+    assert len(set(known)) == 4 and json.dumps(evaluate.identity(chosen, target, ())) == known[0]

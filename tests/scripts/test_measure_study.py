@@ -188,6 +188,14 @@ def test_a_hub_id_is_compared_by_the_revision_that_is_loaded(tmp_path, monkeypat
     ]
 
 
+def test_a_template_with_settings_is_known_by_its_content_and_them(tmp_path):
+    file, known = tmp_path / "mine.jinja", []
+    for text, settings in (("a", "x=1"), ("b", "x=1"), ("b", "x=2")):
+        file.write_text(text)
+        known.append(json.dumps(made_from.content_of(f"{file},{settings}")))
+    assert len(set(known)) == 3 and made_from.content_of("own,x=1") == "own,x=1"
+
+
 def test_results_of_something_else_are_not_taken_over(tmp_path):
     assert must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
     assert must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)

@@ -292,7 +292,23 @@ def test_a_metric_that_is_not_measured_is_refused_before_anything_is_loaded(caps
     assert parse_options(CTCConfig, [*GIVEN, *patient])[2].metric_for_best_model == "eval_loss"
 
 
-@pytest.mark.parametrize(("asked", "last"), [({}, None), ({"torch_compile": True}, False)])
+def test_a_best_checkpoint_that_is_saved_is_exported(capsys):
+    given = ["--save_strategy", "best", "--eval_strategy", "steps", "--max_steps", "9"]
+    training = parse_options(CTCConfig, [*GIVEN, *given])[2]
+    assert training.load_best_model_at_end and training.metric_for_best_model == "eval_loss"
+    assert not parse_options(CTCConfig, [*GIVEN, "--max_steps", "9"])[2].load_best_model_at_end
+    assert "no effect with --save_strategy best" in refusal(capsys, *given, "--load_best_model_at_end", "false")
+
+
+@pytest.mark.parametrize(
+    ("asked", "last"),
+    [
+        ({}, None),
+        ({"torch_compile": True}, False),
+        ({"torch_compile_mode": "max-autotune"}, False),
+        ({"torch_compile_backend": "inductor"}, False),
+    ],
+)
 @pytest.mark.parametrize("tf32", [None, True, False])
 def test_compiling_does_not_round_the_products_of_float32(tmp_path, monkeypatch, asked, last, tf32):
     """transformers turns TF32 on with --torch_compile; only --tf32 does so here."""

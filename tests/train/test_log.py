@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 
+from draft_heads.data.common import program
 from draft_heads.data.common.progress import ProgressLines
 from draft_heads.heads.base import HeadLoss
 from draft_heads.train import log
@@ -91,26 +92,40 @@ def test_the_commit_is_that_of_the_program_and_not_of_a_repository_around_it(tmp
         return subprocess.run(own, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
-    (tmp_path / "train").mkdir()
-    for name in ("theirs.py", "train/run.py"):
+    (tmp_path / "data").mkdir()
+    for name in ("theirs.py", "data/program.py"):
         (tmp_path / name).write_text("")
     git("add", "theirs.py")
     git("commit", "-qm", "a project of the user's, in whose environment this one is installed")
-    monkeypatch.setattr(train_run, "__file__", str(tmp_path / "train" / "run.py"))
-    assert train_run._git_commit() == "unknown"
-    git("add", "train/run.py")
+    monkeypatch.setattr(program, "__file__", str(tmp_path / "data" / "program.py"))
+    monkeypatch.setattr(program, "_ROOT", tmp_path)
+    assert program.git_commit() == "unknown"
+    git("add", "data/program.py")
     git("commit", "-qm", "the program")
     (tmp_path / "notes.txt").write_text("of the user's")
-    assert train_run._git_commit() == git("rev-parse", "HEAD") != ""
+    assert program.git_commit() == git("rev-parse", "HEAD") != ""
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "linear.py").write_text("")
-    assert train_run._git_commit() == git("rev-parse", "HEAD") + "-dirty"
+    assert program.git_commit() == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_sources_are_told_apart_where_nothing_else_tells(tmp_path, monkeypatch):
+    assert program.this_program()["sources"] == program.source_digest()  # of this program, for the whole process
+    monkeypatch.setattr(program, "_ROOT", tmp_path)
+    seen = set()
+    for name, text in (("heads/a.py", "1"), ("heads/a.py", "2"), ("heads/b.py", "2"), ("inference/native/c.cpp", "")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        seen.add(program.source_digest.__wrapped__())
+    (tmp_path / "heads" / "notes.md").write_text("changes no result")
+    seen.add(program.source_digest.__wrapped__())
+    assert len(seen) == 4
 
 
 def test_a_run_names_the_commits_that_trained_it_and_not_the_one_at_its_end(dataset, tmp_path, monkeypatch):
     """The code is committed while the run trains, and the run goes on later under that commit."""
     output = tmp_path / "run"
-    monkeypatch.setattr(train_run, "_git_commit", lambda: "b" if list(output.glob("checkpoint-*")) else "a-dirty")
+    monkeypatch.setattr(program, "git_commit", lambda: "b" if list(output.glob("checkpoint-*")) else "a-dirty")
     status, told = run(dataset, output, kind="medusa")
     known = json.loads((output / "head" / "provenance.json").read_text())
     assert status == 0 and known["git_commit"] == "a-dirty" and "programs" not in known, told
@@ -124,7 +139,7 @@ def test_a_run_names_the_commits_that_trained_it_and_not_the_one_at_its_end(data
     assert [(one["from_step"], one["git_commit"]) for one in known["programs"]] == [(0, "a-dirty"), (4, "b")]
     assert all(one["packages"] == known["packages"] for one in known["programs"])
     shutil.rmtree(output / "head")  # of the last step, after which another commit trains no more
-    monkeypatch.setattr(train_run, "_git_commit", lambda: "c")
+    monkeypatch.setattr(program, "git_commit", lambda: "c")
     status, told = run(dataset, output, kind="medusa")
     assert status == 0 and "git_commit was b, now c" in told, told
     again = json.loads((output / "head" / "provenance.json").read_text())

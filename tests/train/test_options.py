@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, TrainingArguments
 
 from draft_heads.configs.recipes import SIZE_CLASSES, load_recipe, recipe_names
 from draft_heads.data.common.processes import Processes, trains_on_gpu
@@ -41,6 +41,13 @@ def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
     assert head["frames"] == recipe["frames"] and head["labels"] == 3
     assert training.learning_rate == 5e-4 and training.max_minutes == recipe["max_minutes"]
     assert run.held_out == recipe["held_out"]
+
+
+def test_a_command_without_a_launcher_tells_which_gpus_it_leaves_idle(monkeypatch, caplog):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 1 if self.__dict__.get("_n_gpu") == 1 else 8))
+    _, _, training = parse_options(CTCConfig, [*GIVEN, "--use_cpu", "--max_steps", "5"])
+    assert training.__dict__["_n_gpu"] == 1 and "one of 8 GPUs is used" in caplog.text
+    assert "`torchrun --nproc_per_node 8`" in caplog.text
 
 
 @pytest.mark.parametrize(

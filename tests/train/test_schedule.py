@@ -59,6 +59,18 @@ def test_a_schedule_by_time_refuses_options_that_count_steps(option):
         rates(0, "warmup_stable_decay", **{option: 300})
 
 
+@pytest.mark.parametrize(
+    ("kind", "own", "told"),
+    [
+        ("inverse_sqrt", {}, "by which inverse_sqrt would not go"),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2}, "by which warmup_lr_rate would not"),
+    ],
+)
+def test_a_schedule_by_time_refuses_what_its_own_warm_up_would_replace(kind, own, told):
+    with pytest.raises(ValueError, match=f"^--max_minutes has a warm-up of its own, .*{told}"):
+        rates(0.1, kind, **own)
+
+
 @pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
 @pytest.mark.parametrize(
     "metric, own, values, factor",
@@ -93,7 +105,7 @@ def check(steps, minutes=0, own=None, **options):
 @pytest.mark.parametrize("warmup", [0, 2, 0.03])
 @pytest.mark.parametrize("kind", [x.value for x in SchedulerType if x.value not in ("greedy", "reduce_lr_on_plateau")])
 def test_every_schedule_reaches_the_learning_rate(kind, warmup, steps, minutes):
-    if kind == "warmup_stable_decay" and minutes:
+    if kind in ("warmup_stable_decay", "inverse_sqrt") and minutes:
         pytest.skip("it counts steps")
     own = {"min_lr_rate": 0.1} if "min_lr" in kind else {"num_decay_steps": 1} if "stable" in kind else None
     check(steps, minutes, own, learning_rate=0.01, warmup_steps=warmup, lr_scheduler_type=kind)

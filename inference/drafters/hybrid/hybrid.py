@@ -189,6 +189,19 @@ class HybridDrafter(Drafter):
         for part in self.parts:
             part.drafter.begin(slot, prompt, self._rows(capacity))
 
+    def end(self, slot: int, tokens: list[int]) -> None:
+        if (merged := self._texts[slot].merged) is not None:
+            merged.learn(tokens)
+        for part in self.parts:
+            part.drafter.end(slot, tokens)
+
+    def end_texts(self) -> None:
+        for text in self._texts:
+            text.running = False
+        for part in self.parts:
+            part.rows = [[] for _ in part.rows]
+            part.drafter.end_texts()
+
     def forget(self) -> None:
         for text in self._texts:
             text.calibration = Calibration()

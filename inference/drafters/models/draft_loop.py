@@ -49,15 +49,16 @@ class DraftLoop:
         extra = 0 if self.inner is None else self.inner.max_depth + max(self.inner.max_nodes, self.inner.max_depth) + 2
         rows = self._capacity + extra + 1
         if self._cache is None or self._cache.capacity < rows:
-            self._cache = None  # free its memory before allocating more
-            self._cache = self.model.new_cache(-(-rows // 256) * 256)
+            self._cache = self._hidden = self._aux = None  # free their memory before allocating more
+            cache = self.model.new_cache(-(-rows // 256) * 256)
             if self.model.fused is not None:
-                self._cache.allocate(self.model.fused.like)
+                cache.allocate(self.model.fused.like)
             if self.inner is not None:
                 size, layers = self.model.config.hidden_size, len(self.inner.target_layers)
-                weight, rows = self.model.embedding.weight, self._cache.capacity
-                self._hidden = weight.new_empty(rows, size)
-                self._aux = weight.new_empty(rows, layers * size) if layers else None
+                weight = self.model.embedding.weight
+                self._hidden = weight.new_empty(cache.capacity, size)
+                self._aux = weight.new_empty(cache.capacity, layers * size) if layers else None
+            self._cache = cache  # now that all is there: an error or Ctrl-C above leaves nothing half made
         self._cache.clear()
         self._cached = self._observed = 0
         self._cached_drafts, self._observed_drafts = [], []
@@ -77,7 +78,11 @@ class DraftLoop:
         self.cache.lengths.fill_(kept)
         self.cache.bound = kept
         draft = self._by_tokens if self.inner is None else self._by_trees
-        drafted = draft(text, kept, min(room, count))
+        try:
+            drafted = draft(text, kept, min(room, count))
+        except Exception:  # want of memory, perhaps: a shorter text asks for less
+            self._cache = None
+            raise
         self._cached, self._cached_drafts = len(text), drafted[:-1]
         self.drafted += len(drafted[:room])
         return drafted[:room]

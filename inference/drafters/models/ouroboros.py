@@ -98,6 +98,10 @@ class OuroborosDrafter(ModelDrafter):
             for start in range(max(0, end - len(tokens) - length + 1), end - length + 1):
                 self.pool.add(self._text[start : start + length])
 
+    def end(self, slot: int, tokens: list[int]) -> None:
+        if self.carries_over:
+            self.read(tokens)
+
     def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
         super().observe(step, slot)
         choices = target_choices(step, self._proposed) if self.options.from_verification else None

@@ -38,6 +38,7 @@ class NgramTable:
         """n: at least 2, because a context of no tokens predicts nothing."""
         self.n = n
         self.code: Context = 0  # of the text's last n − 1 tokens
+        self._text, self._before, self._common = list[int](), list[int](), 0  # and how far this text is that before
         self._mask = (1 << LANE * (n - 1)) - 1
         self._levels: list[tuple[int, int, dict[int, int], dict[int, Followers]]] = [
             (1 << LANE * (context - 1), (1 << LANE * context) - 1, {}, {}) for context in range(1, n)
@@ -45,7 +46,12 @@ class NgramTable:
         self._longest_first = [(level + 2, mask, tops) for level, (_, mask, _, tops) in enumerate(self._levels)][::-1]
 
     def start(self, keep: bool = False) -> None:
-        """A new text; no n-gram spans two of them."""
+        """A new text; no n-gram spans two of them.
+
+        keep: what was counted is kept, and not counted again where the new text begins as the one before, as each
+            turn of a conversation does
+        """
+        self._before, self._text, self._common = self._text if keep else [], [], 0
         self.code = 0
         if not keep:
             for _, _, counts, tops in self._levels:
@@ -53,6 +59,7 @@ class NgramTable:
                 tops.clear()
         elif self.grams() > MOST_KEPT:
             self._drop_rare()
+            self._before = []  # some of it is not counted any more
 
     def grams(self) -> int:
         """How many n-grams are counted."""
@@ -61,7 +68,7 @@ class NgramTable:
     def _drop_rare(self) -> None:
         """Drop what followed contexts seen fewer than 2 times, or 4, 8, …, until half of `MOST_KEPT` is left."""
         seen = Counter(
-            tops[gram >> LANE][-1].bit_length() for _, _, counts, tops in self._levels for gram in counts
+            tops.get(gram >> LANE, (1,))[-1].bit_length() for _, _, counts, tops in self._levels for gram in counts
         )  # 1: once, 2: 2 or 3 times, 3: 4 to 7 times → n-grams
         left, bits = self.grams(), 0
         while left > MOST_KEPT // 2:
@@ -70,13 +77,14 @@ class NgramTable:
         for _, _, counts, tops in self._levels:
             often = {context: top for context, top in tops.items() if top[-1] >> bits}
             frequent = {gram: count for gram, count in counts.items() if gram >> LANE in often}
-            tops.clear()  # gives memory back, which removing keys does not
-            tops.update(often)
-            counts.clear()
+            counts.clear()  # gives memory back, which removing keys does not
             counts.update(frequent)
+            tops.clear()
+            tops.update(often)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Count more of the text."""
+        tokens = self._uncounted(tokens)
         code, whole, levels = self.code, self._mask, self._levels
         for token in tokens:
             for least, mask, counts, tops in levels:
@@ -84,8 +92,8 @@ class NgramTable:
                     break  # the text is shorter than this context, and so than all longer ones
                 context = code & mask
                 gram = context << LANE | token + 1
-                count = counts[gram] = counts.get(gram, 0) + 1
                 top = tops.get(context)
+                count = counts[gram] = counts.get(gram, 0) + 1
                 if top is None:
                     tops[context] = token, 1, -1, 0, 1
                     continue
@@ -100,6 +108,19 @@ class NgramTable:
                     tops[context] = first, first_count, second, second_count, total + 1
             code = (code << LANE | token + 1) & whole
         self.code = code
+
+    def _uncounted(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The rest of these tokens behind what the text has in common with the one before; `code` is that up to it."""
+        at = len(self._text)
+        self._text += tokens
+        while self._common < min(len(self._text), len(self._before)):
+            token = self._text[self._common]
+            if token != self._before[self._common]:
+                self._before = []
+                break
+            self.code = self.after(self.code, token)
+            self._common += 1
+        return tokens[max(0, self._common - at) :]
 
     def after(self, code: Context, token: int) -> Context:
         """The context `code` with one more token after it."""
@@ -190,6 +211,10 @@ class NgramDrafter(TextDrafter):
 
     def read(self, tokens: list[int]) -> None:
         self.table.extend(tokens)
+
+    def end(self, slot: int, tokens: list[int]) -> None:
+        if self.carries_over:
+            self.read(tokens)
 
     def propose(self) -> DraftTree:
         if self.options.branches > 1:

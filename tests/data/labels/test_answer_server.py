@@ -35,6 +35,7 @@ def stub_server(url, **options):
 
 
 MODELS = {"data": [{"id": "stub"}]}
+ADAPTED = {"data": [{"id": "base"}, {"id": "stub"}]}
 
 
 @contextmanager
@@ -150,6 +151,18 @@ def test_models_of_another_form_end_in_a_sentence(monkeypatch, reply):
     for none in ({"data": []}, {"data": None}, {}):
         with serving(lambda request: {}, none) as url, pytest.raises(ValueError, match="serves no model"):
             stub_server(url)
+
+
+def test_of_several_models_the_targets_must_be_named(folder, tmp_path):
+    """vLLM lists a base model before its adapters."""
+    answering = {"token_ids": [5, 6, 2], "finish_reason": "stop"}
+    with serving(lambda request: answering, ADAPTED) as url:
+        with pytest.raises(ValueError, match=r"serves 2 models \(base, stub\); pass model_name"):
+            stub_server(url)
+        options = DistillOptions(labels="generate", max_new_tokens=4, engine="openai", base_url=url, model_name="stub")
+        source = write_sharegpt(tmp_path / "chat.json")
+        found = distill(Target.from_pretrained(folder), source, str(tmp_path / "out"), options, show_progress=False)
+    assert [program["model"] for program in found["programs"]] == ["stub"]
 
 
 def test_a_server_of_another_model_is_told(folder, tmp_path, caplog):

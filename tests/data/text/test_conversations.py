@@ -8,10 +8,12 @@ from operator import attrgetter
 import datasets
 import pytest
 
+from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.data.text.conversations import (
     BadRow,
     Conversation,
     ConversationError,
+    conversation_of,
     parse_record,
     read_conversations,
 )
@@ -241,3 +243,27 @@ def test_a_value_of_a_table_that_json_has_not_is_refused_by_name(tmp_path):
         load_conversations(str(file))
     loaded = read_conversations(str(file), skip_bad_rows=True)
     assert loaded.dataset["id"] == ["b"] and "a datetime" in loaded.bad_rows[0].reason
+
+
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("written", ["{one!r}", "{json}", "{inner}"])
+@pytest.mark.parametrize("key", ["tools", "functions"])
+def test_tools_that_the_system_text_lists_are_not_listed_once_more(tmp_path, caplog, key, written):
+    """As Hermes' function calls, whose column repeats what stands between <tools> tags."""
+    tool = ADD if key == "functions" else {"type": "function", "function": ADD}
+    text = written.format(one=tool, json=json.dumps(tool), inner=json.dumps(json.dumps(tool)))
+    row = {key: json.dumps([tool]), "messages": [{"role": "system", "content": f"<tools>[{text}]</tools>"}, *MESSAGES]}
+    others = [
+        {**row, key: [tool, json.loads(json.dumps(tool).replace('"add"', '"sub"'))]},  # one is not in the text
+        {**row, "messages": [{"role": "system", "content": 'The name is "add".'}, *MESSAGES]},
+        {**row, "messages": [{"role": "system", "content": 'As {"name": "add", "arguments": {}}.'}, *MESSAGES]},
+        {**row, key: "[]"},
+        {**row, "messages": MESSAGES},
+    ]
+    read = [conversation_of(one) for one in load_conversations(write_lines(tmp_path / "r.jsonl", [row, *others]))]
+    assert [len(one.extra.get("tools", ())) for one in read] == [0, 2, 1, 1, 0, 1]
+    assert "rows whose system text lists the tools, and nothing else does: 1" in caplog.text
+    questions = load_benchmark("own", write_lines(tmp_path / "q.jsonl", [row, *others]))
+    assert [len(one.extra.get("tools", ())) for one in questions] == [0, 2, 1, 1, 0, 1]

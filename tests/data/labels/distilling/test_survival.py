@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from draft_heads.data.common.processes import own_device
+from draft_heads.data.labels import distill as distilling
 from draft_heads.data.labels.answer_journal import count_answers
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
@@ -97,6 +98,24 @@ def test_an_interrupted_run_says_what_is_done(target, source, tmp_path, monkeypa
     monkeypatch.setattr(Distiller, "rows", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"4 of 10 conversations are done and kept in .*out: the same command"):
         run_distill(target, source, str(tmp_path / "out"))
+
+
+def test_programs_that_made_a_part_each_are_told_and_noted(target, source, tmp_path, monkeypatch, caplog):
+    first = {"git_commit": "a", "packages": {"torch": "2.11"}}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(distilling, "this_program", lambda: first)
+        own = Distiller.rows
+        patch.setattr(Distiller, "rows", lambda *given: own(*given) if given[2] < 4 else interrupt())
+        run_distill(target, source, str(tmp_path / "out"))
+    second = first | {"packages": {"torch": "2.12"}}
+    monkeypatch.setattr(distilling, "this_program", lambda: second)
+    assert run_distill(target, source, str(tmp_path / "out"))["programs"] == [first, second]
+    assert "out: what is missing is made by another program than the rest: torch was 2.11, now 2.12" in caplog.text
+    assert run_distill(target, source, str(tmp_path / "whole"))["programs"] == [second]
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -1,0 +1,102 @@
+"""Settings that a chat template reads, given with its name: `own,enable_thinking=false`."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+
+from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, template_variables
+from draft_heads.data.text.errors import ConversationError
+from draft_heads.data.text.rendering import ChatRenderer
+from draft_heads.inference.target.loading import target_tokenizer
+from tests.tiny_chat import byte_tokenizer, template
+
+CHATML = template("chatml")
+THINKS = CHATML + (
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' ~ style }}{% endif %}"
+)
+QUESTION = [{"role": "user", "content": "Hello there."}]
+
+
+def with_template(tmp_path, source):
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.chat_template = source
+    tokenizer.save_pretrained(tmp_path / "target")
+    return str(tmp_path / "target")
+
+
+def prompt(tokenizer, **given):
+    return tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False, **given)
+
+
+@pytest.mark.parametrize("form", ["own", "file", "several", "at a line's end"])
+@pytest.mark.parametrize(
+    ("style", "value"), [('sh"ort', 'sh"ort'), ("3", 3), ("true", True), ("null", None), ('"3"', "3"), ("é😀", "é😀")]
+)
+def test_settings_of_a_chat_template_are_those_that_it_would_be_given(tmp_path, form, style, value):
+    source = "\n" + THINKS if form == "at a line's end" else THINKS
+    folder = with_template(tmp_path, {"default": source, "tool_use": source} if form == "several" else source)
+    (tmp_path / "mine.jinja").write_text(THINKS)
+    expected = prompt(load_tokenizer(folder), enable_thinking=False, style=value)
+    assert expected.endswith(f"<think></think>{value}")
+    name = f"{tmp_path}/mine.jinja" if form == "file" else "own"
+    for load in (partial(target_tokenizer, adapter=None), load_chat_tokenizer):
+        loaded = load(folder, f"{name},enable_thinking=false,style={style}")
+        assert prompt(loaded) == expected
+        texts = loaded.chat_template.values() if form == "several" else [loaded.chat_template]
+        assert all("style" not in template_variables(text) for text in texts)
+        turned = load(folder, f"{name},style={style},enable_thinking=false")
+        assert turned.chat_template == loaded.chat_template
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("own,thinking=false", "does not read 'thinking', but enable_thinking, style; leave it out"),
+        ("own,messages=1", "does not read 'messages', but enable_thinking, style"),
+        ("own,range=1", "does not read 'range'"),
+        ("own,style", "takes settings as name=value, each once; got 'style' in own,style; write for example own,"),
+        ("own,style=1,style=2", "each once; got 'style=2'"),
+        ("own,enable_thinking=False", "enable_thinking as true or false; got enable_thinking=False; write for example"),
+        ("own,enable_thinking=0", "as true or false; got enable_thinking=0"),
+        ("own,style=None", "written as in JSON, switches as true or false; got style=None"),
+        ("own,style=[1]", r"a word, a number, true or false; got style=\[1\]"),
+        ("vicuna,enable_thinking=false", "does not read 'enable_thinking', but "),
+        ("nobody,style=1", "chat_template nobody is neither a file nor a bundled template"),
+    ],
+)
+def test_a_setting_that_a_chat_template_does_not_read_is_refused(tmp_path, given, told):
+    folder = with_template(tmp_path, THINKS)
+    for load in (partial(target_tokenizer, adapter=None), load_chat_tokenizer):
+        with pytest.raises(ValueError, match=told):
+            load(folder, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "fits"),
+    [
+        ("own,enable_thinking=false", {"enable_thinking": False}, True),
+        ("own,enable_thinking=false", {"enable_thinking": True}, False),
+        ("own,enable_thinking=true", {"enable_thinking": False}, False),
+        ("own,enable_thinking=true", {"thinking": False}, False),
+        ("own,style=x", {"thinking": False}, True),
+        ("own,style=x", {"enable_thinking": True}, True),
+        ("own,style=x", {"style": "y"}, False),
+    ],
+)
+def test_a_conversation_that_asks_for_another_setting_is_refused(tmp_path, given, asked, fits):
+    renderer = ChatRenderer(target_tokenizer(with_template(tmp_path, THINKS), given, None), (2,))
+    with nullcontext() if fits else pytest.raises(ConversationError, match=f"does not read '{next(iter(asked))}'"):
+        renderer.prompt(QUESTION, asked)
+
+
+def test_a_file_with_a_comma_in_its_name_is_a_file(tmp_path):
+    folder, file = with_template(tmp_path, CHATML), tmp_path / "mine,style=1"
+    file.write_text(THINKS)
+    assert target_tokenizer(folder, str(file), None).chat_template == THINKS
+
+
+def test_the_own_template_of_a_target_with_an_adapter_is_the_adapters(tmp_path):
+    folder = with_template(tmp_path, CHATML)
+    adapter = with_template(tmp_path / "adapter", THINKS)
+    assert prompt(target_tokenizer(folder, "own,enable_thinking=false,style=x", adapter)).endswith("<think></think>x")
