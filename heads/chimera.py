@@ -186,8 +186,13 @@ class ChimeraHead(DraftHead):
         return target.rule.scaled(states), target.lm_head_weight, target.scaled_bias
 
     def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
-        """[..., V] of head k from h_n [..., H] and f [..., H]."""
-        return F.linear(*self.read_out(k, last, fused, target))
+        """[..., V] of head k from h_n [..., H] and f [..., H], by products that are fast for few rows where those of
+        the head and of the view are."""
+        read = torch.cat([last, fused], dim=-1) if self.config.residual else fused
+        read_out: Tensor = self.offset_heads[k](read)
+        if self.config.projection == "full":
+            return read_out
+        return target.head_logits((fused + read_out).to(target.lm_head_weight.dtype))
 
     # --- training ---------------------------------------------------------------------------------------------------
 

@@ -183,7 +183,8 @@ def _report_left_out(manifest: dict[str, Any], distiller: Distiller) -> None:
             manifest["counts"]["unfinished"],
             manifest["counts"]["rows"],
             distiller.options.max_new_tokens,
-            ", or answer without thoughts: set it in --chat_template of all commands, as own,enable_thinking=false"
+            ", or answer without thoughts: --chat_template NAME,enable_thinking=false of all commands, NAME being "
+            "`own` or what is given now"
             if thinks
             else "",
         )

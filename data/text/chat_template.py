@@ -121,15 +121,21 @@ def _in_jinja(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def reads_setting(template: str, name: str, value: Any) -> bool:
-    """Whether a chat template heeds a word, a number or a boolean of one conversation: it reads it, or was made to set
-    it to the same (`with_settings`), or it is asked for no thoughts and knows none."""
+def _settings_in(template: str) -> dict[str, Any]:
+    """What `with_settings` has written into a template, or it came with in the same form."""
     own: dict[str, Any] = {}
     for line in template.split("\n"):
         if (match := _SET.fullmatch(line)) is None:
             break
-        with suppress(ValueError):  # of a line that the template came with
+        with suppress(ValueError):  # of another form
             own[match[1]] = None if match[2] == "none" else json.loads(match[2])
+    return own
+
+
+def reads_setting(template: str, name: str, value: Any) -> bool:
+    """Whether a chat template heeds a word, a number or a boolean of one conversation: it reads it, or was made to set
+    it to the same (`with_settings`), or it is asked for no thoughts and knows none."""
+    own = _settings_in(template)
     if name in own:
         return bool(own[name] == value)
     thinks = any(own.get(flag) for flag in _OF_THOUGHTS)
@@ -146,7 +152,8 @@ def template_source(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def tell_of_the_date(tokenizer: PreTrainedTokenizerBase, what_follows: str) -> None:
     """Log what follows from it that the chat template writes the day into prompts, if it does."""
-    if "strftime_now" in template_source(tokenizer):
+    source = template_source(tokenizer)
+    if "strftime_now" in source and "date_string" not in _settings_in(source):
         logger.warning("the chat template writes the date into prompts: %s", what_follows)
 
 

@@ -189,7 +189,7 @@ class ChatText:
         if key := self._unread_key(messages, dict(extra or {})):
             raise ConversationError(
                 f"the chat template of {self.tokenizer.name_or_path!r} does not read {key}, which the conversation "
-                "has; take it out, or pass a chat_template that reads it"
+                "has; take it out, or pass a chat_template that reads it and sets it to nothing else"
             )
 
     def _unread_key(self, messages: Messages, extra: dict[str, Any]) -> str | None:

@@ -175,7 +175,7 @@ def _dataset_rows(
             logger.warning("%s: its split %s is read, not %s", source, split, ", ".join(others))
         loaded = loaded[split]
         part = chosen.name if chosen is not None else getattr(loaded, "config_name", None)
-        unnamed = config is None and option is not None and part not in (None, "default") and not saved
+        unnamed = config is None and option is not None and part is not None and not saved
         if unnamed and len(datasets.get_dataset_config_names(source)) > 1:
             logger.warning("%s: its configuration %s is read; --dataset_config names another", source, part)
     elif split not in (None, "train"):  # train: what distillation asks for by default

@@ -18,14 +18,15 @@ def trained_answers(messages: Messages) -> list[int]:
 
 def without_listed(system: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
     """A chat template's further arguments, without `tools` that the system text lists itself: it has `"name": "add"`
-    of each and, as a call has not, `"parameters"`, as JSON or Python write them."""
+    of each and, as no call has, a schema's `"properties"` or `"type": "object"`, as JSON or Python write them."""
     tools = extra.get("tools", ())
     known = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     names = [one.get("name") for one in known if isinstance(one, Mapping)]
     quote = r"""\\*["']"""
     forms = [rf"{quote}name{quote}\s*:\s*{quote}{re.escape(str(name))}{quote}" for name in names]
     listed = 0 < len(names) == len(tools) and all(re.search(form, system or "") for form in forms)
-    if not (listed and re.search(rf"{quote}parameters{quote}\s*:", system or "")):
+    schema = rf"{quote}properties{quote}\s*:|{quote}type{quote}\s*:\s*{quote}object{quote}"
+    if not (listed and re.search(schema, system or "")):
         return dict(extra)
     return {name: value for name, value in extra.items() if name != "tools"}
 

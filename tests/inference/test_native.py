@@ -6,7 +6,12 @@ import sys
 import pytest
 import torch
 
+from draft_heads.heads.checkpoint import head_variants
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.native import library
+from tests.inference.models import load_target, make_head
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,3 +86,25 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(monkeypatch, tmp_pa
     tmp_path.chmod(0o500)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert not library.load_library.__wrapped__() and "did not compile" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "settings"), head_variants().values(), ids=head_variants())
+def test_no_head_drafts_by_the_product_that_is_slow_for_few_rows(monkeypatch, kind, settings):
+    """torch's own takes some three times as long for a few rows of a large matrix, as the vocabulary's is."""
+    target, linear, slow = load_target("llama", torch.float32), torch.nn.functional.linear, []
+    assert target.fused is not None
+    engine = DecodingEngine(target, drafter_for(make_head(target, kind, **settings), target, 8))
+
+    def spy(states, weight, *bias):
+        if states.numel() // states.shape[-1] <= 8:
+            slow.append(tuple(weight.shape))
+        return linear(states, weight, *bias)
+
+    propose = engine.drafter.propose
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            engine.drafter, "propose", lambda: (patch.setattr(torch.nn.functional, "linear", spy), propose())[1]
+        )
+        engine.generate(list(range(3, 40)), GenerationSettings(8, ()))
+    large = target.vocab_size, target.config.hidden_size
+    assert not [shape for shape in slow if shape[0] >= large[0] and shape[1] >= large[1]]

@@ -258,7 +258,7 @@ def test_tools_that_the_system_text_lists_are_not_listed_once_more(tmp_path, cap
     others = [
         {**row, key: [tool, json.loads(json.dumps(tool).replace('"add"', '"sub"'))]},  # one is not in the text
         {**row, "messages": [{"role": "system", "content": 'The name is "add".'}, *MESSAGES]},
-        {**row, "messages": [{"role": "system", "content": 'As {"name": "add", "arguments": {}}.'}, *MESSAGES]},
+        {**row, "messages": [{"role": "system", "content": 'As {"name": "add", "parameters": {}}.'}, *MESSAGES]},
         {**row, key: "[]"},
         {**row, "messages": MESSAGES},
     ]

@@ -145,19 +145,23 @@ def test_a_configuration_and_a_split_are_read_by_name(tmp_path):
         read_conversations(str(tmp_path), config="b")
 
 
+@pytest.mark.parametrize("usual", ["b", "default"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_configuration_that_is_read_without_its_name_is_told(tmp_path, caplog, kind):
+def test_a_configuration_that_is_read_without_its_name_is_told(tmp_path, caplog, kind, usual):
     """As hermes-function-calling-v1 has one of five that is read where none is named."""
-    readme = f"---\nconfigs:\n- config_name: a\n  data_files: a.{kind}\n- config_name: b\n  data_files: b.{kind}\n"
+    names = f"- config_name: a\n  data_files: a.{kind}\n- config_name: {usual}\n  data_files: b.{kind}\n"
+    readme = f"---\nconfigs:\n{names}"
     (tmp_path / "README.md").write_text(readme + "  default: true\n---\n")
     for name in "ab":
         rows = datasets.Dataset.from_list([{"id": name, **GOOD}])
         rows.to_json(tmp_path / f"{name}.jsonl")
         rows.to_parquet(tmp_path / f"{name}.parquet")
-    for config, read, told in ((None, "b", 1), ("b", "b", 0), ("a", "a", 0)):
+    for config, read, told in ((None, "b", 1), (usual, "b", 0), ("a", "a", 0)):
         caplog.clear()
         assert read_conversations(str(tmp_path), config=config).dataset["id"] == [read]
-        assert caplog.text.count(f"{tmp_path}: its configuration b is read; --dataset_config names another") == told
+        assert (
+            caplog.text.count(f"{tmp_path}: its configuration {usual} is read; --dataset_config names another") == told
+        )
 
 
 @pytest.mark.parametrize("form", ["saved", "saved dict", "folder"])

@@ -5,7 +5,12 @@ from functools import partial
 
 import pytest
 
-from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, template_variables
+from draft_heads.data.text.chat_template import (
+    load_chat_tokenizer,
+    load_tokenizer,
+    tell_of_the_date,
+    template_variables,
+)
 from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.target.loading import target_tokenizer
@@ -100,3 +105,12 @@ def test_the_own_template_of_a_target_with_an_adapter_is_the_adapters(tmp_path):
     folder = with_template(tmp_path, CHATML)
     adapter = with_template(tmp_path / "adapter", THINKS)
     assert prompt(target_tokenizer(folder, "own,enable_thinking=false,style=x", adapter)).endswith("<think></think>x")
+
+
+def test_a_date_that_is_set_is_not_todays(tmp_path, caplog):
+    dated = CHATML + "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b') %}{% endif %}"
+    folder = with_template(tmp_path, dated + "{{ date_string }}")
+    tell_of_the_date(target_tokenizer(folder, "own,date_string=26 Jul 2024", None), "rows differ")
+    assert not caplog.messages
+    tell_of_the_date(target_tokenizer(folder, None, None), "rows differ")
+    assert "writes the date into prompts: rows differ" in caplog.text
