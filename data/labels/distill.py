@@ -98,10 +98,11 @@ def distill(
     header = _header(distiller, loaded)
     check_apart(header["data"]["source"], output)
     data = {name: value for name, value in header["data"].items() if name != "source"}  # paths, which nodes may have
-    processes.check_same({**header, "target": header["target"]["fingerprint"], "data": data})
     program = this_program()
     if isinstance(distiller.answerer, AnswerServer):
         program["model"] = distiller.answerer.model
+    same = {name: program.get(name) for name in ("sources", "packages", "model")}
+    processes.check_same({**header, "target": header["target"]["fingerprint"], "data": data, "program": same})
     with processes.first_alone() as first:
         folder = ShardFolder.open(output, header, overwrite, program) if first else None
         if folder is not None:

@@ -32,6 +32,8 @@ CHAT_TEMPLATE_HELP = (
     "with settings for it or for the tokenizer's `own`, as own,enable_thinking=false"
 )
 
+_UNDATED = "{% macro strftime_now(form) %}{{ form }}{% endmacro %}"
+_SWITCHES = {"true", "false", "yes", "no", "on", "off", "none", "null"}
 _OF_THOUGHTS = ("enable_thinking", "thinking")
 _SET = re.compile(r"\{% set (\w+) = (.*) %\}")
 _OF_CONVERSATIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
@@ -88,10 +90,10 @@ def split_settings(chat_template: str | None) -> tuple[str | None, dict[str, Any
         if isinstance(settings[key], list | dict):
             raise ValueError(f"a setting of a chat template is a word, a number, true or false; got {pair}; write one")
         flag = key in TEMPLATE_FLAGS and not isinstance(settings[key], bool)
-        if flag or text in ("True", "False", "None"):
+        if flag or (settings[key] == text and text.lower() in _SWITCHES):
             raise ValueError(
                 f"settings of a chat template are written as in JSON, {key if flag else 'switches'} as true or false; "
-                f"got {pair}; write for example {key}=false"
+                f"got {pair}; write for example {key}=false, or a word that looks so in quotes"
             )
     return None if name == OWN and not Path(OWN).is_file() else name, settings
 
@@ -124,7 +126,7 @@ def _in_jinja(value: Any) -> str:
 def _settings_in(template: str) -> dict[str, Any]:
     """What `with_settings` has written into a template, or it came with in the same form."""
     own: dict[str, Any] = {}
-    for line in template.split("\n"):
+    for line in template.removeprefix(_UNDATED).split("\n"):
         if (match := _SET.fullmatch(line)) is None:
             break
         with suppress(ValueError):  # of another form
@@ -163,8 +165,7 @@ def without_date(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     if "strftime_now" not in template_source(tokenizer):
         return tokenizer
     undated = copy(tokenizer)
-    shadow = "{% macro strftime_now(form) %}{{ form }}{% endmacro %}"
-    texts = {name: shadow + text for name, text in own.items()} if isinstance(own, dict) else shadow + str(own)
+    texts = {name: _UNDATED + text for name, text in own.items()} if isinstance(own, dict) else _UNDATED + str(own)
     undated.chat_template = texts
     return undated
 

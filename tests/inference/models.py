@@ -20,6 +20,7 @@ __all__ = [
     "ForkedDrafter",
     "Rerun",
     "ScriptedDrafter",
+    "ScriptedOnDevice",
     "check_prompts",
     "drafter_of",
     "in_slots",
@@ -96,6 +97,12 @@ class ScriptedDrafter(Drafter):
         tokens = self.answer[self.position + 1 :][: self.max_depth]
         tokens = torch.tensor([tokens + [0] * (self.max_depth - len(tokens))])
         return DraftTree.build(tokens, torch.arange(self.max_depth)[None] - 1)
+
+
+class ScriptedOnDevice(ScriptedDrafter):
+    """One whose steps may start ahead: it reads none of the text's tokens."""
+
+    on_device = True
 
 
 class ForkedDrafter(ScriptedDrafter):

@@ -22,7 +22,7 @@ from tests.inference.models import (
     RANDOM_TARGETS,
     ForkedDrafter,
     Rerun,
-    ScriptedDrafter,
+    ScriptedOnDevice,
     drafter_of,
     load_target,
     make_drafter,
@@ -92,10 +92,6 @@ def test_answers_are_those_of_generate_wherever_they_end(kind, settings, name, s
         assert engines[0].generate(prompt, rules).tokens == free[:7]
 
 
-class OnDevice(ScriptedDrafter):
-    on_device = True  # it reads none of the text's tokens
-
-
 @pytest.mark.parametrize("depth", [0, 7])
 def test_a_step_has_room_behind_whatever_the_one_in_flight_commits(depth):
     """Memory is lent in steps of 64 rows: the text crosses such a border at every place inside a step."""
@@ -103,7 +99,7 @@ def test_a_step_has_room_behind_whatever_the_one_in_flight_commits(depth):
     prompt = list(range(3, 40))
     text = prompt + Oracle(target, GenerationSettings(60)).answer(prompt)
     for length in range(38, 54):
-        drafter = OnDevice(text[length:], depth) if depth else VanillaDrafter()
+        drafter = ScriptedOnDevice(text[length:], depth) if depth else VanillaDrafter()
         result = DecodingEngine(target, drafter, ahead=True).generate(text[:length], GenerationSettings(30))
         assert result.tokens == text[length : length + 30]
 

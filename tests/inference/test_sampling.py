@@ -15,7 +15,7 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling, gumbel, uniform
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from draft_heads.inference.verify import TypicalAcceptance, greedy_path
-from tests.inference.models import ScriptedDrafter, check_prompts, load_target, make_prompts
+from tests.inference.models import ScriptedDrafter, ScriptedOnDevice, check_prompts, load_target, make_prompts
 
 
 def all_trees(nodes, vocabulary, depth):
@@ -221,7 +221,7 @@ def test_an_engine_keeps_what_is_typical_and_goes_on_with_what_the_target_says_b
     target = load_target("llama", torch.float64)
     prompt, script = make_prompts(target, 1)[0], list(range(1, 31))
     settings = GenerationSettings(21, typical=TypicalAcceptance(epsilon=1e-30))  # whatever is possible at all
-    result = DecodingEngine(target, ScriptedDrafter(script, 4), ahead).generate(prompt, settings)
+    result = DecodingEngine(target, ScriptedOnDevice(script, 4), ahead).generate(prompt, settings)
     assert result.accept_lengths == [1, 5, 5, 5, 5]
     for place in range(0, 20, 5):  # each step: the target's own token, then four of the script
         [base] = Oracle(target, GenerationSettings(1)).answer(prompt + result.tokens[:place])

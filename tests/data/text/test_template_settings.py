@@ -8,8 +8,10 @@ import pytest
 from draft_heads.data.text.chat_template import (
     load_chat_tokenizer,
     load_tokenizer,
+    reads_setting,
     tell_of_the_date,
     template_variables,
+    without_date,
 )
 from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.rendering import ChatRenderer
@@ -36,7 +38,8 @@ def prompt(tokenizer, **given):
 
 @pytest.mark.parametrize("form", ["own", "file", "several", "at a line's end"])
 @pytest.mark.parametrize(
-    ("style", "value"), [('sh"ort', 'sh"ort'), ("3", 3), ("true", True), ("null", None), ('"3"', "3"), ("é😀", "é😀")]
+    ("style", "value"),
+    [('sh"ort', 'sh"ort'), ('"no"', "no"), ("3", 3), ("true", True), ("null", None), ('"3"', "3"), ("é😀", "é😀")],
 )
 def test_settings_of_a_chat_template_are_those_that_it_would_be_given(tmp_path, form, style, value):
     source = "\n" + THINKS if form == "at a line's end" else THINKS
@@ -64,6 +67,7 @@ def test_settings_of_a_chat_template_are_those_that_it_would_be_given(tmp_path, 
         ("own,style=1,style=2", "each once; got 'style=2'"),
         ("own,enable_thinking=False", "enable_thinking as true or false; got enable_thinking=False; write for example"),
         ("own,enable_thinking=0", "as true or false; got enable_thinking=0"),
+        ("own,style=no", "switches as true or false; got style=no; .* or a word that looks so in quotes"),
         ("own,style=None", "written as in JSON, switches as true or false; got style=None"),
         ("own,style=[1]", r"a word, a number, true or false; got style=\[1\]"),
         ("vicuna,enable_thinking=false", "does not read 'enable_thinking', but "),
@@ -105,6 +109,13 @@ def test_the_own_template_of_a_target_with_an_adapter_is_the_adapters(tmp_path):
     folder = with_template(tmp_path, CHATML)
     adapter = with_template(tmp_path / "adapter", THINKS)
     assert prompt(target_tokenizer(folder, "own,enable_thinking=false,style=x", adapter)).endswith("<think></think>x")
+
+
+def test_a_row_asks_for_a_setting_whatever_the_date(tmp_path):
+    """`without_date` writes a line before those of the settings."""
+    folder = with_template(tmp_path, "{{ strftime_now('%d') }}" + THINKS)
+    undated = without_date(target_tokenizer(folder, "own,style=x", None))
+    assert reads_setting(undated.chat_template, "style", "x") and not reads_setting(undated.chat_template, "style", "y")
 
 
 def test_a_date_that_is_set_is_not_todays(tmp_path, caplog):
