@@ -28,10 +28,12 @@ def this_program() -> dict[str, Any]:
 @cache
 def source_digest() -> str:
     """12 hex digits of all code and chat templates of the rooms that make results, as they were when first asked for:
-    an installed package has no commit, and its version does not change with every change."""
+    an installed package has no commit, and its version does not change with every change. Folders that a user put
+    beside them, as a copy of a target, are no packages and do not count."""
     digest = hashlib.sha256()
-    files = (path for room in ROOMS for path in (_ROOT / room).rglob("*") if path.suffix in (".py", ".cpp", ".jinja"))
-    for path in sorted(files):
+    files = [path for room in ROOMS for path in (_ROOT / room).rglob("*") if path.suffix in (".py", ".cpp")]
+    own = [path for path in files if (path.parent / "__init__.py").is_file()]
+    for path in sorted([*own, *(_ROOT / "configs" / "chat_templates").glob("*.jinja")]):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

@@ -127,6 +127,7 @@ def test_what_a_conversation_repeats_at_each_turn_is_counted_once():
     turns = [[1, 2, 9], [1, 2, 9, 4, 1, 3], [1, 2, 9, 4, 1, 3, 1, 3, 1], [7, 1, 2]]
     drafter = NgramDrafter(n=3, k=1, keep=1)
     for text in turns[:3]:
+        drafter.start()  # of an answer of one token, before which nothing is drafted and nothing read
         begin(drafter, text)
     assert proposal(drafter) == [(3,)]  # 1 was followed once by 2 and twice by 3
     begin(drafter, turns[3])  # another conversation, in which 1 is followed by 2 once more

@@ -113,11 +113,16 @@ def test_sources_are_told_apart_where_nothing_else_tells(tmp_path, monkeypatch):
     assert program.this_program()["sources"] == program.source_digest()  # of this program, for the whole process
     monkeypatch.setattr(program, "_ROOT", tmp_path)
     seen = set()
+    for package in ("heads", "inference/native"):
+        (tmp_path / package).mkdir(parents=True)
+        (tmp_path / package / "__init__.py").write_text("")
     for name, text in (("heads/a.py", "1"), ("heads/a.py", "2"), ("heads/b.py", "2"), ("inference/native/c.cpp", "")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         seen.add(program.source_digest.__wrapped__())
     (tmp_path / "heads" / "notes.md").write_text("changes no result")
+    shutil.copytree("data/tiny_target", tmp_path / "data" / "my_target")
+    (tmp_path / "data" / "my_target" / "modeling.py").write_text("of a target")
     seen.add(program.source_digest.__wrapped__())
     assert len(seen) == 4
 

@@ -51,7 +51,8 @@ class NgramTable:
         keep: what was counted is kept, and not counted again where the new text begins as the one before, as each
             turn of a conversation does
         """
-        self._before, self._text, self._common = self._text if keep else [], [], 0
+        self._before = self._text or self._before if keep else []
+        self._text, self._common = [], 0
         self.code = 0
         if not keep:
             for _, _, counts, tops in self._levels:
