@@ -323,6 +323,8 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
                 continue
             if name in ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt"):
                 raise ConversationError(f"{name!r} among {key!r} is not an argument of a row")
+            if isinstance(one, str) and one.lower() in ("true", "false"):  # which a template takes for true
+                raise ConversationError(f"{name!r} among {key!r} is a text, {one!r}; write true or false without quotes")
             found |= {name: one} if name == key else _arguments(name, one)
         return found
     if key in LISTS:
