@@ -324,7 +324,7 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
             if name in ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt"):
                 raise ConversationError(f"{name!r} among {key!r} is not an argument of a row")
             if isinstance(one, str) and one.lower() in ("true", "false"):  # which a template takes for true
-                raise ConversationError(f"{name!r} among {key!r} is a text, {one!r}; write true or false without quotes")
+                raise ConversationError(f"{name!r} among {key!r} is a text, {one!r}; write true or false unquoted")
             found |= {name: one} if name == key else _arguments(name, one)
         return found
     if key in LISTS:
