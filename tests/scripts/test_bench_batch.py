@@ -86,7 +86,7 @@ def test_a_draft_is_timed_without_the_prompts_that_were_read(target, monkeypatch
     def slow(drafter, *args):
         of_a_prompt = args[1:] not in ((), (None,))  # the slot that it is in
         if method != "observe" or of_a_prompt == (part == "prompt"):
-            time.sleep(0.02)
+            time.sleep(0.2 if part == "prompt" else 0.02)
         return own(drafter, *args)
 
     monkeypatch.setattr(NgramDrafter, method, slow)
