@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.data.common.files import LOCK, checksum, lock_folder, replacing, write_text
 from draft_heads.data.datastore import ARRAYS, DEPTH, FORMAT_VERSION, MANIFEST, unsigned
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.labels.shards import MANIFEST as DISTILLED
+from draft_heads.data.labels.manifest import MANIFEST as DISTILLED
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.conversations import (
     BadRow,

@@ -21,7 +21,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
@@ -34,21 +33,26 @@ from draft_heads.data.common.files import (
     checksum,
     lock_folder,
     names_path,
-    read_manifest,
     sealed,
     unsealed,
     write_text,
 )
 from draft_heads.data.common.processes import TOKEN, Processes
 from draft_heads.data.common.program import changes
-from draft_heads.data.fingerprint import compared
 from draft_heads.data.labels.answer_journal import count_answers
+from draft_heads.data.labels.manifest import (
+    FORMAT_VERSION,
+    HEADER,
+    MANIFEST,
+    REMEDY,
+    differences,
+    is_manifest,
+    read_distilled_manifest,
+)
 from draft_heads.data.labels.questions import NAMED_BY
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 _BEFORE_SHARDS = re.compile(rf"\.{re.escape(MANIFEST)}\.partial|{re.escape(LOCK)}|{re.escape(TOKEN)}.*")
 _OWN_FILES = re.compile(
     rf"{re.escape(MANIFEST)}|{_BEFORE_SHARDS.pattern}"
@@ -56,8 +60,6 @@ _OWN_FILES = re.compile(
 )
 """What a distillation has in its folder; those before shards also where a kill has left no manifest."""
 _JOURNAL = ".answers.jsonl"
-_REMEDY = "make the folder again with overwrite, or another one"
-_HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
 
 @dataclass
@@ -96,7 +98,7 @@ class ShardFolder:
     @classmethod
     def join(cls, output: str) -> ShardFolder:
         """Write to a folder that another process has begun."""
-        return cls(Path(output), _read_manifest(Path(output)))
+        return cls(Path(output), read_distilled_manifest(Path(output)))
 
     @classmethod
     def open(
@@ -106,7 +108,7 @@ class ShardFolder:
 
         program: which makes what is missing; a line tells what it has other than the one before
 
-        `header` holds the manifest's `_HEADER` fields; two commands are the same when all of them are equal, but for
+        `header` holds the manifest's `HEADER` fields; two commands are the same when all of them are equal, but for
         `skip_bad_rows`, which a later one may add.
         """
         folder = Path(output)
@@ -114,7 +116,7 @@ class ShardFolder:
             raise ValueError(f"output {output} is a file; pass a folder")
         goes_on = (folder / MANIFEST).exists() and not overwrite
         there = folder.iterdir() if folder.exists() and not goes_on else ()
-        own = _OWN_FILES if _is_manifest(folder / MANIFEST) else _BEFORE_SHARDS
+        own = _OWN_FILES if is_manifest(folder / MANIFEST) else _BEFORE_SHARDS
         if foreign := sorted(path.name for path in there if not own.fullmatch(path.name)):
             raise ValueError(f"output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         fresh = {"format_version": FORMAT_VERSION, **header, "named_by": NAMED_BY}
@@ -123,7 +125,7 @@ class ShardFolder:
         opened._lock = lock_folder(folder, "output")
         if not goes_on:
             return opened
-        opened.manifest = _read_manifest(folder)
+        opened.manifest = read_distilled_manifest(folder)
         for unfinished in opened._own("*.arrow.tmp"):  # of a killed run, which may have filled the disk
             unfinished.unlink()
         opened.collect()
@@ -132,7 +134,7 @@ class ShardFolder:
             opened.manifest = fresh
         elif header["settings"].get("skip_bad_rows"):  # what was made before a bad row ended the run is the same
             opened.manifest["settings"]["skip_bad_rows"] = True
-        if different := _differences(opened.manifest, header):
+        if different := differences(opened.manifest, header):
             raise ValueError(
                 f"output {output} holds another distillation: {'; '.join(different)}; set overwrite to "
                 "replace it, or pass another output"
@@ -226,9 +228,9 @@ class ShardFolder:
                     written += len(batch)
             file.flush()
             os.fsync(file.fileno())
-        on_disk = _read_manifest(self.folder)
-        own = json.loads(json.dumps({key: self.manifest.get(key) for key in _HEADER}))  # without tuples
-        if any(on_disk.get(key) != own[key] for key in _HEADER):
+        on_disk = read_distilled_manifest(self.folder)
+        own = json.loads(json.dumps({key: self.manifest.get(key) for key in HEADER}))  # without tuples
+        if any(on_disk.get(key) != own[key] for key in HEADER):
             temporary.unlink()
             raise ValueError(
                 f"{self.folder} now holds another distillation, which began while this process was still running: "
@@ -304,7 +306,7 @@ def load_distilled(path: str) -> DistilledDataset:
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{path} has no {MANIFEST}; pass the output folder of scripts/distill.py")
-    manifest = _read_manifest(folder)
+    manifest = read_distilled_manifest(folder)
     if not manifest["complete"]:
         done = len(manifest["shards"])
         raise ValueError(
@@ -327,7 +329,7 @@ def load_distilled(path: str) -> DistilledDataset:
     if not len(found) == rows == manifest["counts"].get("rows", rows):
         raise ValueError(
             f"{folder / MANIFEST} is damaged: its shards have {len(found)} rows, and it says {rows} of them and "
-            f"{manifest['counts'].get('rows')} of all; {_REMEDY}"
+            f"{manifest['counts'].get('rows')} of all; {REMEDY}"
         )
     return DistilledDataset(found, manifest)
 
@@ -354,11 +356,6 @@ def _checksum(path: Path, changed: int) -> str:
     return checksum(path)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    keys = (*_HEADER, "shards", "counts", "complete")
-    return read_manifest(folder / MANIFEST, FORMAT_VERSION, _REMEDY, keys)
-
-
 def check_apart(source: str, output: str) -> None:
     """ValueError for an output that is, holds or is inside the folder or file of the conversations."""
     read, written = Path(source).resolve(), Path(output).resolve()
@@ -367,36 +364,3 @@ def check_apart(source: str, output: str) -> None:
             f"output must be a folder apart from the conversations, or a later run replaces them; got {output} "
             f"and {source}; name a new one"
         )
-
-
-def _is_manifest(file: Path) -> bool:
-    """Whether a file is a manifest of this project, be it a damaged one: its beginning, or nothing."""
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else "none"
-    return not text or '"format_version"' in text
-
-
-def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
-    """What another command has made, a line each. Of conversations the fingerprint says it; that of a target does not
-    see all weights, so its folder is compared too, however it is written."""
-    known: dict[str, Any]
-    asked: dict[str, Any]
-    known, asked = ({key: source.get(key) for key in _HEADER} for source in (manifest, header))
-    made_for, own = (of["target"]["fingerprint"] for of in (known, asked))
-    shared = {name: value for name, value in own.items() if name in made_for}  # of what an older version wrote
-    different = [(f"target.fingerprint.{name}", there, here) for name, there, here in compared(made_for, shared)]
-    for of in (known, asked):
-        path = of["target"]["path"]
-        of["target"] = {"path": str(Path(path).resolve()) if Path(path).is_dir() else path}
-        of["data"] = {name: value for name, value in (of["data"] or {}).items() if name != "source"}
-    old, new = _flatten(known), _flatten(asked)
-    different += [(key, old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    return [f"{key} is {there!r} there, {here!r} here" for key, there, here in sorted(different, key=itemgetter(0))]
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
-    return flat

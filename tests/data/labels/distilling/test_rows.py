@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
-from draft_heads.data.labels.shards import _differences as differences
+from draft_heads.data.labels.manifest import differences
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.conversations import ConversationError
 from draft_heads.data.text.rendering import ChatRenderer
