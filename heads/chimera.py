@@ -179,20 +179,27 @@ class ChimeraHead(DraftHead):
 
     def read_out(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the logits of head k are the product of, from h_n and f [..., H]: states, vocabulary matrix, bias."""
-        read = torch.cat([last, fused], dim=-1) if self.config.residual else fused
         if self.config.projection == "full":
-            return read, self.offset_heads[k].weight, None
-        states = (fused + self.offset_heads[k](read)).to(target.lm_head_weight.dtype)
+            return self._residual(last, fused), self.offset_heads[k].weight, None
+        states = self._states(k, last, fused).to(target.lm_head_weight.dtype)
         return target.rule.scaled(states), target.lm_head_weight, target.scaled_bias
 
     def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
         """[..., V] of head k from h_n [..., H] and f [..., H], by products that are fast for few rows where those of
         the head and of the view are."""
-        read = torch.cat([last, fused], dim=-1) if self.config.residual else fused
-        read_out: Tensor = self.offset_heads[k](read)
         if self.config.projection == "full":
-            return read_out
-        return target.head_logits((fused + read_out).to(target.lm_head_weight.dtype))
+            logits: Tensor = self.offset_heads[k](self._residual(last, fused))
+            return logits
+        return target.head_logits(self._states(k, last, fused).to(target.lm_head_weight.dtype))
+
+    def _residual(self, last: Tensor, fused: Tensor) -> Tensor:
+        """[..., H or 2·H], what an offset's head reads of h_n and f."""
+        return torch.cat([last, fused], dim=-1) if self.config.residual else fused
+
+    def _states(self, k: int, last: Tensor, fused: Tensor) -> Tensor:
+        """[..., H] of head k, whose product with the target's LM head are its logits (projection `shared`)."""
+        states: Tensor = fused + self.offset_heads[k](self._residual(last, fused))
+        return states
 
     # --- training ---------------------------------------------------------------------------------------------------
 
