@@ -22,6 +22,7 @@ from draft_heads.inference.evaluation.report_text import (
     relative_paths,
     scores_note,
     skipped_note,
+    slow_note,
 )
 
 
@@ -29,7 +30,8 @@ def show_report(console: Console, folder: Path, report: dict[str, Any]) -> None:
     """Write the report to `folder`, print its table and the files' paths."""
     pictures = write_report(folder, report)
     console.print(summary_table(report))
-    noted = [skipped_note(report), scores_note(report), cut_note(report), few_turns_note(report)]
+    sentences = skipped_note, scores_note, cut_note, few_turns_note, slow_note
+    noted = [sentence(report) for sentence in sentences]
     for note in [*chain.from_iterable(noted), *notes(report["carried_over"])]:
         console.print(note)
     for path in [*pictures, *(folder / f"report.{form}" for form in ("json", "md", "html"))]:

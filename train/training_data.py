@@ -80,7 +80,10 @@ def end_tokens(parts: Sequence[DistilledDataset]) -> list[int]:
 def _load_labelled(folder: str, run: RunOptions, target: Target) -> DistilledDataset:
     """One dataset, checked to be this target's."""
     distilled = load_distilled(folder)
-    check_fingerprint(distilled.manifest["target"]["fingerprint"], target.fingerprint(), f"--dataset {folder}")
+    made_for = distilled.manifest["target"]
+    template = made_for.get("chat_template")  # None also where an older version did not note it
+    dataset = f"--dataset {folder}" + (f", distilled with --chat_template {template}," if template else "")
+    check_fingerprint(made_for["fingerprint"], target.fingerprint(), dataset)
     labelled_by = distilled.manifest["settings"].get("target_adapter")
     if bool(labelled_by) != bool(run.target_adapter):  # which one, the fingerprint has told
         raise ValueError(

@@ -18,6 +18,8 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
+from draft_heads.data.common.console import brief
+
 logger = logging.getLogger(__name__)
 
 TOKEN = ".shared-"  # prefix of the file that shows whether all processes see the same folder
@@ -103,8 +105,8 @@ class Processes:
                 name = changed[0]
                 raise ValueError(
                     f"all processes of a run must be given the same {', '.join(changed)}; of {name} the first has "
-                    f"{first.get(name)!r} and number {number} {other.get(name)!r}: start them with one command, one "
-                    "configuration and one copy of the data"
+                    f"{brief(first.get(name))} and number {number} {brief(other.get(name))}: start them with one "
+                    "command, one configuration and one copy of the data"
                 )
 
     def check_shared(self, folder: Path, option: str) -> None:

@@ -46,12 +46,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def git_commit() -> str:
-    """This program's, with `-dirty` where its rooms have changes that are in no commit; not that of a repository whose
-    environment it is installed in."""
+    """This program's, with `-dirty` where code or recipes of its rooms are in no commit as they are; rows and results
+    that a user has put there do not count. Not that of a repository whose environment it is installed in."""
     here, said = Path(__file__).resolve(), list[str]()
     own = str(here.relative_to(_ROOT))
     try:
-        for words in (["ls-files", "--error-unmatch", own], ["rev-parse", "HEAD"], ["status", "-s", "--", *ROOMS]):
+        files = ["configs", *(f"{room}/*{suffix}" for room in ROOMS for suffix in (".py", ".cpp"))]
+        asked = ["ls-files", "--error-unmatch", own], ["rev-parse", "HEAD"], ["status", "-s", "-uall", "--", *files]
+        for words in asked:
             done = subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True, timeout=10)
             said.append(done.stdout.strip())
     except (OSError, subprocess.SubprocessError):

@@ -12,11 +12,11 @@ them. Where that is not the prompt that inference would have, as the template re
 or strips an answer, the turn begins a row of the same id with that prompt. A conversation with the same prompts as an
 earlier one and the same turns to train on would give the same rows: it is left out and counted (`repeated`).
 
-The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
-fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, named_by (what `conversation` is a digest
-of), programs (those that made it, in their order, and the model that a server answered with), shards [{file, rows,
-first_row, source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts {rows,
-tokens, trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished,
+The manifest: format_version, target {path, chat_template, fingerprint}, labels, settings, data {source, split, rows,
+repeated, fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, named_by (what `conversation` is
+a digest of), programs (those that made it, in their order, and the model that a server answered with), shards [{file,
+rows, first_row, source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts
+{rows, tokens, trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished,
 loops, unasked (questions after an answer that did not end, or without room for one), without_end (trained recorded
 answers whose last token ends none), shortened (those to earlier questions of which the template leaves out a part)},
 complete.
@@ -313,7 +313,7 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     if distiller.hidden_dtype is not None:
         settings["hidden_states"] = dtype_name(distiller.hidden_dtype)
     return {
-        "target": {"path": target.name, "fingerprint": target.fingerprint()},
+        "target": {"path": target.name, "chat_template": target.chat_template, "fingerprint": target.fingerprint()},
         "labels": options.labels,
         "settings": settings,
         "data": {

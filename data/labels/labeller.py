@@ -28,6 +28,7 @@ class Labeller(Protocol):
 
     name: str  # folder or hub id it was loaded from
     adapter: str | None  # PEFT adapter that was merged into it
+    chat_template: str | None  # the option that chose its chat template, None for the tokenizer's own
     model: Any  # the transformers model
     tokenizer: PreTrainedTokenizerBase  # with the chat template in use
 

@@ -6,6 +6,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.common.console import brief
 from draft_heads.data.common.files import read_manifest
 from draft_heads.data.fingerprint import compared
 
@@ -28,8 +29,8 @@ def is_manifest(file: Path) -> bool:
 
 
 def differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
-    """What another command has made, a line each. Of conversations the fingerprint says it; that of a target does not
-    see all weights, so its folder is compared too, however it is written."""
+    """What another command has made, a line each. Of conversations the fingerprint says it, of bad rows their places;
+    the fingerprint of a target does not see all weights, so its folder is compared too, however it is written."""
     known: dict[str, Any]
     asked: dict[str, Any]
     known, asked = ({key: source.get(key) for key in HEADER} for source in (manifest, header))
@@ -40,9 +41,12 @@ def differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
         path = of["target"]["path"]
         of["target"] = {"path": str(Path(path).resolve()) if Path(path).is_dir() else path}
         of["data"] = {name: value for name, value in (of["data"] or {}).items() if name != "source"}
+        bad = of["data"].get("bad_rows", [])  # whose reasons another version may word otherwise
+        of["data"]["bad_rows"] = [(row["place"], row.get("kept_turns", 0)) for row in bad]
     old, new = _flatten(known), _flatten(asked)
     different += [(key, old.get(key), new.get(key)) for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    return [f"{key} is {there!r} there, {here!r} here" for key, there, here in sorted(different, key=itemgetter(0))]
+    ordered = sorted(different, key=itemgetter(0))
+    return [f"{key} is {brief(there)} there, {brief(here)} here" for key, there, here in ordered]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

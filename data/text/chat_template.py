@@ -20,6 +20,7 @@ from transformers.utils import cached_file, chat_template_utils
 
 from draft_heads.data.common.pretrained import MAY_BE_MISSING
 from draft_heads.data.text.refused_keys import TEMPLATE_FLAGS
+from draft_heads.data.text.thoughts import KNOWN_MARKS
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ CHAT_TEMPLATE_HELP = (
 _UNDATED = "{% macro strftime_now(form) %}{{ form }}{% endmacro %}"
 _SWITCHES = {"true", "false", "yes", "no", "on", "off", "none", "null"}
 _OF_THOUGHTS = ("enable_thinking", "thinking")
+_QUOTED = re.compile(r'[^=,]*="(?:[^"\\]|\\.)*"')
 _SET = re.compile(r"\{% set (\w+) = (.*) %\}")
 _OF_CONVERSATIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 """What a chat template reads of each conversation or of the tokenizer, and has no setting for."""
@@ -48,7 +50,7 @@ def read_chat_template(name_or_path: str) -> str:
     """The text of a bundled chat template, by its bare name, or of a .jinja file; ValueError for anything else."""
     bundled = {path.stem: path for path in sorted(BUNDLED.glob("*.jinja"))}
     path = bundled.get(name_or_path, Path(name_or_path))
-    if not path.is_file():
+    if not _is_file(str(path)):
         raise ValueError(
             f"chat_template {name_or_path} is neither a file nor a bundled template; pass a .jinja file or one of "
             f"{', '.join(bundled)}"
@@ -70,13 +72,18 @@ def read_chat_template(name_or_path: str) -> str:
 
 def split_settings(chat_template: str | None) -> tuple[str | None, dict[str, Any]]:
     """(the name or file, None for the tokenizer's own; settings) of a --chat_template, whose values are as in JSON, or
-    else texts. Example: `own,enable_thinking=false,style=short` → None, {"enable_thinking": False, "style": "short"}.
+    else texts; in quotes they may have commas. Example: `own,enable_thinking=false,style=short` → None,
+    {"enable_thinking": False, "style": "short"}.
     """
-    if chat_template is None or Path(chat_template).is_file():
+    if chat_template is None or _is_file(chat_template):
         return chat_template, {}
-    name, *pairs = chat_template.split(",")
+    name, comma, rest = chat_template.partition(",")
     settings: dict[str, Any] = {}
-    for pair in pairs:
+    while comma:
+        quoted = _QUOTED.match(rest)
+        end = quoted.end() if quoted else 0
+        after, comma, following = rest[end:].partition(",")
+        pair, rest = rest[:end] + after, following
         key, equals, text = pair.partition("=")
         if not (equals and key.isidentifier()) or key in settings:
             raise ValueError(
@@ -84,11 +91,13 @@ def split_settings(chat_template: str | None) -> tuple[str | None, dict[str, Any
                 f"example {OWN},enable_thinking=false"
             )
         try:
-            settings[key] = json.loads(text)
+            settings[key] = json.loads(text, strict=False)  # with line breaks
         except ValueError:
             settings[key] = text
         if isinstance(settings[key], list | dict):
             raise ValueError(f"a setting of a chat template is a word, a number, true or false; got {pair}; write one")
+        if settings[key] == text and text.startswith('"'):
+            raise ValueError(f"a setting of a chat template in quotes is a text as in JSON; got {pair}; repair it")
         flag = key in TEMPLATE_FLAGS and not isinstance(settings[key], bool)
         if flag or (settings[key] == text and text.lower() in _SWITCHES):
             raise ValueError(
@@ -96,6 +105,13 @@ def split_settings(chat_template: str | None) -> tuple[str | None, dict[str, Any
                 f"got {pair}; write for example {key}=false, or a word that looks so in quotes"
             )
     return None if name == OWN and not Path(OWN).is_file() else name, settings
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # too long for a name
+        return False
 
 
 def with_settings(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -136,12 +152,17 @@ def _settings_in(template: str) -> dict[str, Any]:
 
 def reads_setting(template: str, name: str, value: Any) -> bool:
     """Whether a chat template heeds a word, a number or a boolean of one conversation: it reads it, or was made to set
-    it to the same (`with_settings`), or it is asked for no thoughts and knows none."""
-    own = _settings_in(template)
+    it to the same (`with_settings`), or it is asked for no thoughts and was made to give none, or knows none."""
+    own, read = _settings_in(template), template_variables(template)
     if name in own:
         return bool(own[name] == value)
-    thinks = any(own.get(flag) for flag in _OF_THOUGHTS)
-    return (name in _OF_THOUGHTS and value is False and not thinks) or name in template_variables(template)
+    if name in read or name not in _OF_THOUGHTS or value is not False:
+        return name in read
+    if flags := [own[flag] for flag in _OF_THOUGHTS if flag in own]:
+        return not any(flags)
+    return (read | own.keys()).isdisjoint((*_OF_THOUGHTS, "reasoning_effort")) and not any(
+        mark in template for mark in KNOWN_MARKS
+    )
 
 
 def template_source(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 import jinja2
 
+from draft_heads.data.text.thoughts import MARKS
+
 Messages = list[dict[str, Any]]
 """Messages as chat templates read them: `role`, `content`, and what else a template knows (`reasoning_content`,
 `tool_calls`, `name`, …). An assistant message with `"trained": False` is rendered and its tokens are not trained; the
@@ -117,8 +119,9 @@ class TemplateProbe:
     def scaffold(self) -> tuple[int, ...]:
         """The tokens that the template puts between the generation prompt and an answer, if any of them is special.
 
-        Where they are a header, a word between two special tokens, `SOME` further tokens may stand in it. Example:
-        `<|channel|> final SOME <|message|>` (gpt-oss, which writes `final json` of an answer in JSON).
+        Those of an empty thought (Qwen3) are none: an answer that thinks does not begin with them. Where they are a
+        header, a word between two special tokens, `SOME` further tokens may stand in it. Example: `<|channel|> final
+        SOME <|message|>` (gpt-oss, which writes `final json` of an answer in JSON).
         """
         try:
             asked, answered = self._render([QUESTION], True), self._render([QUESTION, ANSWER], False)
@@ -129,6 +132,9 @@ class TemplateProbe:
             return ()
         ids, offsets = self._encode(answered)
         spans = [(token, *span) for token, span in zip(ids, offsets) if len(asked) <= span[0] and span[1] <= stop]
+        written = answered[len(asked) : stop].lstrip()
+        if any(written.startswith(begin) and end in written for begin, end in MARKS.items()):
+            return ()
         added = [token for token, *_ in spans]
         if spans and self._special.issuperset((added[0], added[-1])) and answered[spans[0][2] : spans[-1][1]].strip():
             added.insert(-1, SOME)

@@ -21,6 +21,8 @@ MARKS = {
 """What opens a thought → what ends it."""
 IN_PROMPTS = {"Here are my reasoning steps:": "[BEGIN FINAL RESPONSE]"}  # Apriel
 """The same of words that open a thought at the end of a prompt only."""
+KNOWN_MARKS = frozenset({*MARKS, *MARKS.values(), *IN_PROMPTS})
+"""A chat template without these and without a switch for thoughts knows of none."""
 
 _AFTER = (*MARKS, "<|END_RESPONSE|>", "[END FINAL RESPONSE]")  # what follows an answer: a thought, or a mark of its end
 _NOT_SHOWN, _ENDS = ("|".join(map(re.escape, marks)) for marks in (_AFTER, [*MARKS.values(), *IN_PROMPTS.values()]))

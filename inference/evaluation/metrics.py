@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from draft_heads.inference.evaluation.scores import CUT, mean_scores
 BOOTSTRAP_SAMPLES = 2000
 OUTPUT_SPAN = 128
 TIME_KEYS = ("draft", "verify", "accept", "other")
+SLOW = 3
+"""Steps of a question that take so many times the median of all were decoded beside other work, it seems."""
 
 
 class Turn(Protocol):
@@ -92,6 +94,7 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
                 row |= {"max_depth": evaluation.depths.get(drafter)}
                 row |= result_row(records, *baselines, questions, evaluation.sources.get(drafter), seed)
                 row |= {"verify_cost": verify_cost(records, by_drafter.get(VANILLA, []))}
+                row |= {"slow_steps": slow_steps(records, baselines[0], seed)}
                 rows.append(row | usage_figures(records))
     return rows
 
@@ -274,6 +277,35 @@ def verify_cost(records: Sequence[TurnRecord], vanilla: Sequence[TurnRecord]) ->
         {"nodes": nodes, "steps": count, "seconds": cost, "over_plain_step": cost / plain if plain else None}
         for nodes, count, cost in costs
     ] or None
+
+
+def slow_steps(records: Sequence[TurnRecord], plain: Sequence[TurnRecord], seed: int) -> dict[str, Any] | None:
+    """Where verifications took over `SLOW` times the median of those with as many nodes, on the mean of a question, and
+    a fiftieth of the time more than it: {"questions": {"114": 22.1}, "gamma_without": .92}, how many times, by the
+    question's id, and γ without these questions and the plain loop's. None where there is none, and where steps are
+    not timed one by one (`verify_cost`).
+    """
+    own, base = _slow(records), _slow(plain)
+    if not own and not base:
+        return None
+    rest = [record for record in records if record.question_id not in {**own, **base}]
+    return {
+        "questions": {str(name): times for name, times in own.items()},
+        "gamma_without": speedup(rest, plain, seed)[0],
+    }
+
+
+def _slow(records: Sequence[TurnRecord]) -> dict[Hashable, float]:
+    """Question → the mean of its steps over the usual ones, of those that `slow_steps` tells."""
+    usual = {cost["nodes"]: cost["seconds"] for cost in verify_cost(records, []) or ()}
+    over: dict[Hashable, list[tuple[float, float]]] = {}
+    for record in records:
+        steps = zip(record.generation.step_nodes, record.generation.step_seconds)
+        over.setdefault(record.question_id, []).extend((seconds, usual[nodes]) for nodes, seconds in steps)
+    more = sum(record.generation.seconds.get("total", 0.0) for record in records) / 50
+    times = {name: mean(taken / of for taken, of in steps) for name, steps in over.items() if steps}
+    lost = {name: sum(taken - of for taken, of in steps) for name, steps in over.items()}
+    return {name: times[name] for name in times if times[name] > SLOW and lost[name] > more}
 
 
 def usage_figures(records: Sequence[TurnRecord]) -> dict[str, float | None]:

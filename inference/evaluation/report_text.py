@@ -12,7 +12,7 @@ from draft_heads.configs.waiting import threads_text
 from draft_heads.data.generation_config import settings_text
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
-from draft_heads.inference.evaluation.metrics import TIME_KEYS, shown_name
+from draft_heads.inference.evaluation.metrics import SLOW, TIME_KEYS, shown_name
 from draft_heads.inference.evaluation.scores import SCORES
 
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "score")
@@ -249,6 +249,7 @@ def results_notes(report: dict[str, Any]) -> list[str]:
         *scores_note(report),
         *cut_note(report),
         *few_turns_note(report),
+        *slow_note(report),
         *notes(report["carried_over"]),
         *([EXPLANATION_TRANSFORMERS] if has_transformers(report) else []),
     ]
@@ -271,6 +272,21 @@ def few_turns_note(report: dict[str, Any]) -> list[str]:
     figures = "β, γ and their intervals" if any(row["gamma"] for row in report["results"]) else "β and its interval"
     rule = f"With fewer than {FEW_TURNS} answered turns, {figures} say little"
     return [f"{rule}; answered here: {few}. Measure on more questions."] if few else []
+
+
+def slow_note(report: dict[str, Any]) -> list[str]:
+    """A sentence for each benchmark with questions that were decoded beside other work, it seems."""
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for row in overall(report["results"]):
+        if slow := row.get("slow_steps"):
+            places, figures = found.setdefault(row["benchmark"], ([], []))
+            places += [f"{shown_name(row)} in {', '.join(slow['questions'])}"] if slow["questions"] else []
+            figures.append(f"{shown_name(row)} {number(slow['gamma_without'])}")
+    return [
+        f"In these questions of {benchmark} steps took over {SLOW} times as long as most, as beside other work: "
+        f"{'; '.join(places)}. γ without them: {', '.join(figures)}."
+        for benchmark, (places, figures) in found.items()
+    ]
 
 
 def findings_note(findings: dict[str, dict[str, Any]], names: Mapping[str, str] | None = None) -> list[str]:

@@ -12,8 +12,8 @@ from draft_heads.inference.serving.worker import Piece
 
 
 def event(data: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    """One server-sent event, in ASCII: some clients end a line at U+2028 and the like, which answers may have."""
+    return f"data: {json.dumps(data)}\n\n"
 
 
 class Form(ABC):

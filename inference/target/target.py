@@ -87,6 +87,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.adapter = adapter
+        self.chat_template: str | None = None  # as `from_pretrained` was given it
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         self.runs = runs
         self.changes = 0  # how often the model was found to have other weights (`refresh`)
@@ -229,6 +230,7 @@ class Target:
         tokenizer = tokenizer or target_tokenizer(path, chat_template, adapter)
         model, hashes = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
+        target.chat_template = chat_template
         if lend_to:
             lent_in = dtype or (torch.float32 if lend_to.type == "cpu" else None)
             target.embedding.to(lend_to, lent_in)

@@ -22,7 +22,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.data.common.console import plain_console
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
-from draft_heads.inference.evaluation.report import markdown_table
+from draft_heads.inference.evaluation.report import environment, markdown_table
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
@@ -133,7 +133,9 @@ def main() -> None:
     names = list(rows[0])
     cells = [[f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in names] for row in rows]
     plain_console().print(markdown_table(names, cells, 1), soft_wrap=True)
-    print(json.dumps({"target": args.target, "rows": rows}))
+    settings = {name: getattr(args, name) for name in ("sizes", "max_nodes", "questions", "max_new_tokens", "rounds")}
+    made_on = environment(str(target.device))
+    print(json.dumps({"target": args.target, "settings": settings, "environment": made_on, "rows": rows}))
 
 
 if __name__ == "__main__":

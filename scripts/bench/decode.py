@@ -39,6 +39,7 @@ from draft_heads.heads.checkpoint import new_head
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.sizes import weights_per_token
@@ -309,12 +310,11 @@ def run() -> None:
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result |= bench_verification(target, filler, 10 * options.repeats)
     plain_console().print(table(result))
-    settings = {"threads": torch.get_num_threads(), "device": str(target.device)}
     medians = {
         **{name: value["median"] for name, value in result.items() if name.startswith("vanilla_")},
         "verify_over_step": {nodes: value["median"] for nodes, value in result["verify_over_step"].items()},
     }
-    print(json.dumps({**result, **medians, "settings": settings}))
+    print(json.dumps({**result, **medians, "environment": environment(str(target.device))}))
 
 
 if __name__ == "__main__":

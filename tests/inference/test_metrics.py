@@ -10,6 +10,7 @@ from draft_heads.inference.evaluation.metrics import (
     beta_by_context_length,
     beta_by_output_position,
     beta_by_turn,
+    slow_steps,
     verify_cost,
 )
 from draft_heads.inference.generation import Generation
@@ -62,3 +63,26 @@ def test_verify_cost_is_the_median_of_the_steps_with_so_many_nodes():
     assert verify_cost(drafted, vanilla) == [four, {"nodes": 8, "steps": 3, "seconds": 4.0, "over_plain_step": 2.0}]
     assert verify_cost(drafted, [])[0] == {**four, "over_plain_step": None}
     assert verify_cost([answered([], [])], vanilla) is None
+
+
+def test_questions_that_were_decoded_beside_other_work_are_told_with_the_speed_without_them():
+    def answered(question, *steps, nodes=0):
+        taken = {"step_seconds": [float(step) for step in steps], "step_nodes": [nodes] * len(steps)}
+        answer = Generation(**taken, seconds={"total": float(sum(steps))})
+        about = {"question": question, "question_id": f"q{question}", "turn": 0, "new_tokens": 10}
+        return SimpleNamespace(**about, wall_time=answer.seconds["total"], generation=answer)
+
+    plain = [answered(number, *[1] * 10) for number in range(4)]
+    drafted = [answered(number, *[1] * 5) for number in range(4)]
+    assert slow_steps(drafted, plain, 0) is None
+    drafted[2] = answered(2, *[20] * 5)
+    assert slow_steps(drafted, plain, 0) == {"questions": {"q2": 20.0}, "gamma_without": 2.0}
+    plain[1] = answered(1, *[4] * 10)
+    assert slow_steps(drafted, plain, 0) == {"questions": {"q2": 20.0}, "gamma_without": 2.0}
+    assert slow_steps(plain, plain, 0) == {"questions": {"q1": 4.0}, "gamma_without": 1.0}
+    usual = [answered(number, *[1] * 5, 4) for number in range(4)]  # a step of each
+    assert slow_steps(usual, usual, 0) is None
+    larger = [answered(0, *[4] * 5, nodes=64), *usual]  # trees of another size
+    assert slow_steps(larger, usual, 0) is None
+    short = [*(answered(number, *[1] * 99) for number in range(9)), answered(9, 4)]  # too little to matter
+    assert slow_steps(short, short, 0) is None

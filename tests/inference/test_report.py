@@ -19,7 +19,13 @@ from draft_heads.inference.evaluation.report import (
     markdown,
     write_report,
 )
-from draft_heads.inference.evaluation.report_text import explanation, findings_note, lossless_cell, relative_paths
+from draft_heads.inference.evaluation.report_text import (
+    explanation,
+    findings_note,
+    lossless_cell,
+    relative_paths,
+    slow_note,
+)
 from draft_heads.scripts.terminal import summary_table
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, question, render
 
@@ -40,7 +46,7 @@ ROW_KEYS = {
     ),
     *("wall_seconds", "beta", "beta_ci95", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "rouge2", "pass_at_1", "over_transformers", "accepted_by_source"),
-    *("verify_cost", "max_depth", "peak_memory_bytes", "joules_per_token", "cut"),
+    *("verify_cost", "slow_steps", "max_depth", "peak_memory_bytes", "joules_per_token", "cut"),
     *("acceptance_by_position", "beta_by_output_position", "beta_by_context_length", "beta_by_turn"),
 }
 
@@ -104,6 +110,17 @@ def test_report_md_shows_the_figures(report):
     assert "| writing | 1.00 (1.00×) | 1.50 (2.50×) | 1.00 (1.00×) |" in text
     assert "other vanilla 1, other fast 1, other broken 1" in text
     assert "## other: β" not in text
+
+
+def test_questions_with_slow_steps_are_named(report):
+    assert not slow_note(report)
+    rows = [row for row in report["results"] if row["benchmark"] == "bench" and row["category"] is None]
+    for row, questions in zip(rows, ({}, {"7": 22.1, "a|b": 3.5}, {"7": 4.0})):
+        row["slow_steps"] = {"questions": questions, "gamma_without": row["gamma"]}
+    (told,) = slow_note(report)
+    assert told.startswith("In these questions of bench steps took over 3 times as long as most")
+    assert told.endswith(": fast in 7, a|b; broken in 7. γ without them: vanilla 1.00, fast 2.50, broken 1.00.")
+    assert told in markdown(report)
 
 
 def test_a_column_shows_speed_over_transformers_where_it_was_run(report):

@@ -243,7 +243,7 @@ def test_an_empty_file_is_an_error(files, tmp_path, capsys):
 
 
 ELSEWHERE = {"kind", "lossy", "max_depth", "skipped", "over_transformers", "lossless", "time_share", "verify_cost"}
-ELSEWHERE |= {"peak_memory_bytes", "joules_per_token"}
+ELSEWHERE |= {"peak_memory_bytes", "joules_per_token", "slow_steps"}
 """What a row of report.json says and answer files do not."""
 REPEATED = ("Count: one two one two one two", "Say tea coffee tea coffee tea coffee.", "A rose is a rose is a rose is")
 

@@ -103,6 +103,8 @@ def test_the_commit_is_that_of_the_program_and_not_of_a_repository_around_it(tmp
     git("add", "data/program.py")
     git("commit", "-qm", "the program")
     (tmp_path / "notes.txt").write_text("of the user's")
+    (tmp_path / "data" / "distilled").mkdir()
+    (tmp_path / "data" / "distilled" / "shard-00000.arrow").write_text("made by this program")
     assert program.git_commit() == git("rev-parse", "HEAD") != ""
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "linear.py").write_text("")

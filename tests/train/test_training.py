@@ -174,6 +174,15 @@ def test_several_datasets_are_trained_on_together(distil, dataset, cached, tmp_p
     assert status != 0 and "or none; got" in told
 
 
+def test_labels_of_another_chat_template_name_the_option_that_chose_it(dataset, tmp_path):
+    known = json.loads(Path(dataset, "manifest.json").read_text())
+    known["target"] |= {"chat_template": "own,style=x", "fingerprint": {"chat_template_hash": "of that"}}
+    labels = shutil.copytree(dataset, tmp_path / "labels")
+    (labels / "manifest.json").write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=r"with --chat_template own,style=x, was made .* another chat template"):
+        load_data(RunOptions(TARGET, [labels], held_out=8), Target.from_pretrained(TARGET))
+
+
 def test_a_draft_vocabulary_is_counted_saved_and_resumed_with(dataset, tmp_path):
     status, told = run(dataset, tmp_path / "run", "--draft_vocab_size", "300", kind="chimera")
     assert status == 0, told

@@ -174,6 +174,18 @@ def test_a_prompt_that_opens_a_thought(end, opens):
     assert own_target(tokenizer).opens_thought(prompt) is opens
 
 
+def test_text_with_a_thought_grows_where_the_template_writes_an_empty_one_before_answers():
+    """Qwen3's template with a tokenizer that counts the marks among its special tokens."""
+    thought = "m['content'] | trim", "('<think>\\n\\n</think>\\n\\n' if loop.last else '') + m['content'] | trim"
+    tokenizer = byte_tokenizer(template("chatml").replace(*thought))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]})
+    target, text = own_target(tokenizer), "<think>\nHm.\n</think>\n\nHi."
+    assert tokenizer.apply_chat_template([USER, ANSWER], tokenize=False).count("<think>\n\n</think>") == 1
+    pieces = TextPieces(tokenizer, scaffold=target.scaffold)
+    grown = [pieces.add([token]) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert "".join(grown) == text and all(grown)
+
+
 ANALYSIS = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
 
 

@@ -9,6 +9,7 @@ from draft_heads.data.text.chat_template import (
     load_chat_tokenizer,
     load_tokenizer,
     reads_setting,
+    split_settings,
     tell_of_the_date,
     template_variables,
     without_date,
@@ -65,6 +66,10 @@ def test_settings_of_a_chat_template_are_those_that_it_would_be_given(tmp_path, 
         ("own,range=1", "does not read 'range'"),
         ("own,style", "takes settings as name=value, each once; got 'style' in own,style; write for example own,"),
         ("own,style=1,style=2", "each once; got 'style=2'"),
+        (r'own,style="\d"', "in quotes is a text as in JSON; got style=.*; repair it"),
+        ('own,style="a" b', "in quotes is a text as in JSON"),
+        ("x" * 300, "is neither a file nor a bundled template"),
+        ("own,", "as name=value, each once; got '' in own,; write"),
         ("own,enable_thinking=False", "enable_thinking as true or false; got enable_thinking=False; write for example"),
         ("own,enable_thinking=0", "as true or false; got enable_thinking=0"),
         ("own,style=no", "switches as true or false; got style=no; .* or a word that looks so in quotes"),
@@ -88,8 +93,10 @@ def test_a_setting_that_a_chat_template_does_not_read_is_refused(tmp_path, given
         ("own,enable_thinking=false", {"enable_thinking": True}, False),
         ("own,enable_thinking=true", {"enable_thinking": False}, False),
         ("own,enable_thinking=true", {"thinking": False}, False),
-        ("own,style=x", {"thinking": False}, True),
+        ("own,enable_thinking=false", {"thinking": False}, True),
+        ("own,style=x", {"thinking": False}, False),
         ("own,style=x", {"enable_thinking": True}, True),
+        ("own,enable_thinking=true", {"style": "x"}, True),
         ("own,style=x", {"style": "y"}, False),
     ],
 )
@@ -97,6 +104,37 @@ def test_a_conversation_that_asks_for_another_setting_is_refused(tmp_path, given
     renderer = ChatRenderer(target_tokenizer(with_template(tmp_path, THINKS), given, None), (2,))
     with nullcontext() if fits else pytest.raises(ConversationError, match=f"does not read '{next(iter(asked))}'"):
         renderer.prompt(QUESTION, asked)
+
+
+@pytest.mark.parametrize(
+    ("form", "asks"),
+    [
+        ("{{ '<think>' if add_generation_prompt }}", {"enable_thinking": False}),  # always thinks
+        ("{{ '<think>' if add_generation_prompt }}", {"thinking": False}),
+        ("{{ 'Reasoning: ' ~ reasoning_effort | default('medium') }}", {"enable_thinking": False}),
+        ("{{ '<think></think>' if add_generation_prompt and not enable_thinking }}", {"thinking": False}),
+    ],
+)
+def test_a_template_that_thinks_anyway_refuses_rows_that_ask_for_no_thoughts(form, asks):
+    render = ChatRenderer(byte_tokenizer(CHATML + form), (2,))
+    with pytest.raises(ConversationError, match=f"does not read '{next(iter(asks))}'"):
+        render.prompt(QUESTION, asks)
+    assert ChatRenderer(byte_tokenizer(CHATML), (2,)).prompt(QUESTION, asks)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ('own,style="You are Bob, a bot.",n=2', {"style": "You are Bob, a bot.", "n": 2}),
+        (r'own,style="a \"b, c\" d"', {"style": 'a "b, c" d'}),
+        ('own,style=""', {"style": ""}),
+        ('own,style="a,\nb"', {"style": "a,\nb"}),
+        (f"own,style={'x' * 300}", {"style": "x" * 300}),
+        ('own,style=say "a"', {"style": 'say "a"'}),
+    ],
+)
+def test_settings_may_be_long_and_have_commas_in_quotes(given, settings):
+    assert split_settings(given) == (None, settings)
 
 
 def test_a_file_with_a_comma_in_its_name_is_a_file(tmp_path):
@@ -116,6 +154,11 @@ def test_a_row_asks_for_a_setting_whatever_the_date(tmp_path):
     folder = with_template(tmp_path, "{{ strftime_now('%d') }}" + THINKS)
     undated = without_date(target_tokenizer(folder, "own,style=x", None))
     assert reads_setting(undated.chat_template, "style", "x") and not reads_setting(undated.chat_template, "style", "y")
+
+
+def test_a_template_that_was_made_to_reason_knows_thoughts():
+    made = '{% set reasoning_effort = "high" %}\n{{ reasoning_effort }}'
+    assert not reads_setting(made, "enable_thinking", False) and reads_setting("", "enable_thinking", False)
 
 
 def test_a_date_that_is_set_is_not_todays(tmp_path, caplog):

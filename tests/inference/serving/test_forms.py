@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.serving.errors import APIError
+from draft_heads.inference.serving.forms import event
 from draft_heads.inference.serving.requests import ChatRequest
 from draft_heads.inference.target.target import Target
 from tests.data.text.test_row_keys import READS
@@ -86,6 +87,12 @@ def test_events_of_a_stream(served, usage):
     for chunk in texts:
         if chunk["choices"][0]["finish_reason"]:
             no_extra(Completion.model_validate(chunk, strict=True))
+
+
+@pytest.mark.parametrize("letter", ["\u2028", "\u2029", "\x85", "\n", "😀"])
+def test_an_event_is_one_line_for_every_client(letter):
+    line, *rest = event({"text": f"a{letter}b"}).splitlines()
+    assert rest == [""] and json.loads(line.removeprefix("data: ")) == {"text": f"a{letter}b"}
 
 
 def test_models_and_errors(served):

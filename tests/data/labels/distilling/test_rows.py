@@ -89,7 +89,7 @@ def test_the_manifest_says_how_the_target_was_loaded(target, source, tmp_path):
     loaded = Target.from_pretrained(target, "float64")
     loaded.adapter = "adapters/style"
     manifest = distill(loaded, source, str(tmp_path / "out"), DistillOptions(limit=1), show_progress=False)
-    assert manifest["target"] == {"path": target, "fingerprint": loaded.fingerprint()}
+    assert manifest["target"] == {"path": target, "chat_template": None, "fingerprint": loaded.fingerprint()}
     assert (manifest["settings"]["dtype"], manifest["settings"]["target_adapter"]) == ("float64", "adapters/style")
 
 
@@ -312,6 +312,18 @@ def test_a_run_goes_on_with_the_same_constants_only_and_older_ones_are_not_compa
     assert differences(header(), lost) == ["target.fingerprint.weights_hash is 'w' there, None here"]
     other = {**windowed, "settings": {"limit": 5}}
     assert differences(windowless, other) == ["settings.limit is 4 there, 5 here", *told]
+
+
+def test_of_bad_rows_their_places_are_compared_and_of_long_lists_the_beginning_is_told():
+    def header(*bad):
+        return {"target": {"path": "t", "fingerprint": {}}, "data": {"bad_rows": bad}}
+
+    bad = [{"place": f"line {number}", "reason": "no answer", "kept_turns": 0} for number in range(999)]
+    assert differences(header(*bad), header(*({**row, "reason": "it has no answer"} for row in bad))) == []
+    (told,) = differences(header(*bad), header(*bad[1:]))
+    assert told.startswith("data.bad_rows is [('line 0', 0), ('line 1', 0), ") and len(told) < 600
+    (told,) = differences(header(bad[0]), header({**bad[0], "kept_turns": 2}))
+    assert told == "data.bad_rows is [('line 0', 0)] there, [('line 0', 2)] here"
 
 
 def test_folder_with_other_files_is_left_alone(target, source, tmp_path):
