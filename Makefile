@@ -92,5 +92,5 @@ check-report: $(READY)
 	$(BIN)/python scripts/checks/report_page.py $(REPORT)
 
 clean:
-	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf runs build .hypothesis .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path "./$(VENV)*/*" -prune -exec rm -rf {} +

@@ -77,7 +77,8 @@ def run() -> None:
     provenance = {"imported_from": str(args.head), "format": args.format or "read from config.json"}
     provenance |= {"base_model": args.target if is_hub_id(args.target) else ""}
     head.save_pretrained(args.output, {**provenance, "target_licence": target_licence(args.target)})
-    print(f"{args.output}: {head.config.kind}, for {args.target}, drafts up to {head.config.offsets} tokens")
+    layers = f", reads layers {' '.join(map(str, read.config.target_layers))}" if read.config.target_layers else ""
+    print(f"{args.output}: {head.config.kind}, for {args.target}{layers}, drafts up to {head.config.offsets} tokens")
 
 
 if __name__ == "__main__":

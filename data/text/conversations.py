@@ -57,8 +57,8 @@ _ARGUMENTS = "chat_template_kwargs"
 class DatasetOptions:
     """What is read of --dataset, for every command that has it."""
 
-    split: str = option("train", "split of a hub dataset (train)")
-    dataset_config: str | None = option(None, "configuration of a hub dataset, where it has several")
+    split: str = option("train", "split of a hub dataset or a folder (train)")
+    dataset_config: str | None = option(None, "configuration of a hub dataset or a folder, where it has several")
     skip_bad_rows: bool = option(
         False, "keep the sound turns of bad rows, and list what is left out, instead of stopping"
     )

@@ -1,11 +1,13 @@
 """The form of the published EAGLE-3 heads, which vLLM, SGLang and llama.cpp's converter read.
 
 Layers are named twice: `eagle_aux_hidden_state_layer_ids` as here (k is transformers' `hidden_states[k]`), and one less
-in `eagle_config`, to which SGLang adds one. A mistake by one changes no answer, only how many drafts are accepted.
+in `eagle_config`, to which SGLang adds one: always until May 2026, since then in some of its models where the first is
+1, and for gpt-oss never. A mistake by one changes no answer, only how many drafts are accepted.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -17,6 +19,8 @@ from draft_heads.heads.block import LLAMA_NAMES
 from draft_heads.heads.checkpoint import misfits
 from draft_heads.heads.draft_vocab import check_draft_vocab
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
+
+logger = logging.getLogger(__name__)
 
 BLOCK = {**LLAMA_NAMES, "input_layernorm": "token_norm", "hidden_norm": "attention_norm"}
 """Their names of a layer's parts → this block's."""
@@ -32,7 +36,15 @@ ONLY = {
 
 
 def write(head: Eagle3Head, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """See `formats.Format`."""
+    """See `formats.Format`; a line where not every SGLang reads the same layers."""
+    layers = head.config.target_layers
+    if len(layers) == 3 and (getattr(target, "model_type", "") == "gpt_oss" or layers[0] != 2):
+        logger.warning(
+            "SGLang reads the layers from eagle_config, which names %s; versions since May 2026 add one to each only "
+            "where the first is 1, and not for gpt-oss: if few drafts are accepted there, write %s in their place",
+            " ".join(str(layer - 1) for layer in layers),
+            " ".join(map(str, layers)),
+        )
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **sizes(head, target),
@@ -96,11 +108,17 @@ def tensors_of(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
     """See `formats.Format`; published heads name no layers, or an empty list, where they read the usual ones of their
-    target."""
+    target. Those that eagle_config alone names count from one less if the first is 1, else nobody knows from what."""
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if inner not in (None, []):
-        inner = [layer + 1 for layer in checked_layers(inner)]
+        named, inner = inner, [layer + 1 for layer in checked_layers(inner)]
+        if layers in (None, []) and named[0] != 1:
+            raise ValueError(
+                f"eagle_config alone names the layers, {named}, which vLLM takes as they are and SGLang, depending on "
+                f"target and version, one higher; give the right ones as --target_layers {' '.join(map(str, named))} "
+                f"or {' '.join(map(str, inner))}"
+            )
         if layers not in (None, [], inner):
             raise ValueError(
                 f"config.json names the layers {layers}, and {inner} in eagle_config (counted from one less); give "

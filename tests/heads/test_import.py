@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def poisoned(value):
     return lambda x: x.index_fill(0, torch.tensor([1]), value)
 
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYERS = "eagle_aux_hidden_state_layer_ids must be a list of layer numbers; got"
 EAGLE = [
     (40, put("tensors", d2t=swapped), "in no strictly ascending order"),
@@ -144,6 +146,30 @@ def test_a_head_that_sees_a_window_of_its_text_is_refused(tmp_path, name):
     assert read_folder(changed(name, tmp_path / "all", seen("full_attention"))).config.target_layers == [2, 5, 9]
     with pytest.raises(ValueError, match="layer_types must be 'full_attention'; got 'sliding_attention'"):
         read_folder(changed(name, tmp_path / "window", seen("sliding_attention")))
+
+
+def test_layers_that_are_counted_nobody_knows_from_what_are_asked_for(tmp_path):
+    """Of `eagle_config` alone; a head whose lowest layer is 2 begins with 1 there in one counting only."""
+
+    def alone(*ids):
+        given = {"eagle_config": {LAYER_IDS: [*ids]}}
+        return changed("eagle3", tmp_path / str(ids[0]), lambda config, _: config.pop(LAYER_IDS) and config.update(given))
+
+    assert read_folder(alone(1, 4, 8)).config.target_layers == [2, 5, 9]
+    with pytest.raises(ValueError, match=r"names the layers, \[2, 5, 9\], .* as --target_layers 2 5 9 or 3 6 10"):
+        read_folder(folder := alone(2, 5, 9))
+    assert read_folder(folder, target_layers=[2, 5, 9]).config.target_layers == [2, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("layers", "family", "told"), [([2, 5, 9], "llama", 0), ([1, 5, 9], "llama", 1), ([2, 5, 9], "gpt_oss", 1)]
+)
+def test_an_export_says_where_versions_of_sglang_differ(tmp_path, caplog, layers, family, told):
+    head = eagle3()
+    head.config.target_layers = layers
+    write_folder(head, "eagle3", tmp_path, SimpleNamespace(**vars(TARGET), model_type=family), "t")
+    lines = [line for line in caplog.messages if line.startswith("SGLang reads the layers from eagle_config")]
+    assert len(lines) == told and all(f"write {' '.join(map(str, layers))} in their place" in line for line in lines)
 
 
 def test_an_empty_list_of_layers_names_none(tmp_path):
