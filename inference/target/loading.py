@@ -259,6 +259,12 @@ def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
         # before the merge, whose rounding depends on the type
         hashes = {**weights_hashes(adapted), "adapter_scaling": adapter_scaling(adapted)}
         _unshare(adapted)
+        if getattr(model, "hf_quantizer", None) is not None:
+            logger.warning(
+                "--target_adapter %s is rounded into the target's quantized weights, so that its answers may be others "
+                "than where the two stay apart; give the target without quantization to have them exact",
+                adapter,
+            )
         merged = adapted.merge_and_unload()
     except UserWarning as warning:
         missing = re.findall(r"'([^']+)'", str(warning))

@@ -6,6 +6,8 @@ stay whole on every process, because heads read them. All processes must run the
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -15,6 +17,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 _MEMORY = {"stage": 3, "memory_efficient_linear": False}  # which would replace torch's `linear` in the whole process
 
@@ -104,6 +108,22 @@ def gather_in_forward(decoder: nn.Module, layers: int, dtype: torch.dtype) -> No
             f"{transformers.__version__} round {rounded[0]} to {str(dtype).removeprefix('torch.')}; install DeepSpeed "
             "0.19.8 and transformers 5.24, or leave it out"
         )
+    if rounded := kept_in_float32(decoder, dtype):
+        logger.warning(
+            "--shard_target rounds %s, which the model keeps in float32 where the checkpoint has it so, to %s: labels "
+            "and states may be others than the whole target's; train with --dtype float32, or without it",
+            rounded[0],
+            str(dtype).removeprefix("torch."),
+        )
+
+
+def kept_in_float32(decoder: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Names of weights in fewer bits that transformers would keep in float32, as what chooses experts."""
+    names = set(getattr(decoder, "_keep_in_fp32_modules_strict", None) or ())
+    names |= set(getattr(decoder, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else set()
+    kept = [re.compile(rf"(^|\.){re.escape(name)}($|\.)") for name in names]
+    few = [name for name, weight in decoder.named_parameters() if weight.dtype.itemsize < 4]
+    return [name for name in few if any(one.search(name) for one in kept)]
 
 
 def gather_until_step(module: nn.Module) -> None:

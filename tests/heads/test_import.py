@@ -153,7 +153,9 @@ def test_layers_that_are_counted_nobody_knows_from_what_are_asked_for(tmp_path):
 
     def alone(*ids):
         given = {"eagle_config": {LAYER_IDS: [*ids]}}
-        return changed("eagle3", tmp_path / str(ids[0]), lambda config, _: config.pop(LAYER_IDS) and config.update(given))
+        return changed(
+            "eagle3", tmp_path / str(ids[0]), lambda config, _: config.pop(LAYER_IDS) and config.update(given)
+        )
 
     assert read_folder(alone(1, 4, 8)).config.target_layers == [2, 5, 9]
     with pytest.raises(ValueError, match=r"names the layers, \[2, 5, 9\], .* as --target_layers 2 5 9 or 3 6 10"):

@@ -18,7 +18,7 @@ from transformers import (
 
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.inference.evaluation.hf_assisted import hf_engine
-from draft_heads.inference.target.loading import load_model
+from draft_heads.inference.target.loading import _merge_adapter, load_model
 from draft_heads.inference.target.sizes import parameters
 from draft_heads.inference.target.target import Target
 from tests.internals import changed
@@ -75,6 +75,16 @@ def test_an_adapter_changes_its_own_layers_alone_where_others_share_their_weight
     found = target.prefill(IDS[0], target.new_cache(IDS.shape[1]))
     torch.testing.assert_close(target.logits(found.hidden), own, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(target.model(input_ids=IDS).logits[0], own, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_an_adapter_that_is_rounded_into_quantized_weights_is_told(tmp_path, caplog, quantized):
+    base = save_base(tmp_path / "base", tied=False)
+    adapter, model = save_adapter(tmp_path / "adapter", base), AutoModelForCausalLM.from_pretrained(base)
+    if quantized:
+        model.hf_quantizer = object()  # as transformers leaves it there
+    _merge_adapter(model, adapter)
+    assert ("is rounded into the target's quantized weights" in caplog.text) is quantized
 
 
 @torch.no_grad()
