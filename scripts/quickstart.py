@@ -16,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,29 @@ def run(console: Console, title: str, commands: dict[str, tuple[str, ...]], at_o
     for command in commands.values():
         console.print(f"$ {shlex.join(command)}", soft_wrap=True)
     start = time.monotonic()
+    running: list[subprocess.Popen[str]] = []
     if len(commands) == 1:
-        status = [subprocess.run(**_here(command), check=False).returncode for command in commands.values()]
+        (command,) = commands.values()
+        with subprocess.Popen(**_here(command), text=True) as process, _ends_too(running):
+            running.append(process)
+            status = [process.wait()]
     else:
-        with ThreadPoolExecutor(at_once) as pool:
-            status = list(pool.map(partial(_named_lines, console), commands, commands.values()))
+        with ThreadPoolExecutor(at_once) as pool, _ends_too(running):
+            status = list(pool.map(partial(_named_lines, console, running), commands, commands.values()))
     if failed := [one for one in status if one]:  # below 0: ended by a signal
         sys.exit(f"quickstart: the step '{title}' failed (status {failed[0]}); its message is above")
     console.print(f"{title}: {time.monotonic() - start:.0f} s", style="dim")
+
+
+@contextmanager
+def _ends_too(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
+    """What ends the work inside, as a signal to this process alone, ends these processes."""
+    try:
+        yield
+    except BaseException:
+        for process in processes:
+            process.terminate()
+        raise
 
 
 def _here(command: tuple[str, ...]) -> dict[str, Any]:
@@ -77,10 +93,11 @@ def _here(command: tuple[str, ...]) -> dict[str, Any]:
     return {"args": [sys.executable, *module, *command[1:]], "cwd": ROOT, "env": environment}
 
 
-def _named_lines(console: Console, name: str, command: tuple[str, ...]) -> int:
-    """Run a command, print its lines after its name, and return its status."""
+def _named_lines(console: Console, running: list[subprocess.Popen[str]], name: str, command: tuple[str, ...]) -> int:
+    """Run a command, which is added to those that run, print its lines after its name, and return its status."""
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(**_here(command), **output) as process:
+        running.append(process)
         for line in process.stdout or ():
             console.print(f"{name}: {line.rstrip()}", soft_wrap=True)
     return process.returncode

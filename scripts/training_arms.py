@@ -203,8 +203,13 @@ def cpu_seconds(command: Sequence[str], log: Path) -> float:
         words = [sys.executable, str(ROOT / command[0]), *command[1:]]
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
         _RUNNING.add(process)
-        _, status, usage = os.wait4(process.pid, 0)
-        _RUNNING.discard(process)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            _RUNNING.discard(process)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]

@@ -2,8 +2,12 @@
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,8 +39,8 @@ def test_the_heads_of_the_quickstart_are_all_there_are():
 
 def test_commands_are_shown_and_run_with_paths_of_the_checkout(monkeypatch):
     ran = []
-    done = SimpleNamespace(returncode=0)
-    monkeypatch.setattr(quickstart.subprocess, "run", lambda args, **_: ran.append(args) or done)
+    done = nullcontext(SimpleNamespace(wait=lambda: 0))
+    monkeypatch.setattr(quickstart.subprocess, "Popen", lambda args, **_: ran.append(args) or done)
     console = plain_console()
     console.file, console.width = io.StringIO(), 80
     target, head = str(quickstart.TARGET), f"ctc={quickstart.ROOT}/runs/ctc/head"
@@ -79,6 +83,31 @@ def test_commands_side_by_side_run_together_and_their_lines_begin_with_their_nam
     killed = ("python", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(SystemExit, match=r"failed \(status -9\)"):
         quickstart.run(console, "both", {"x": killed, "y": ("python", "-c", "")}, 2)
+
+
+RUNS = """
+import sys
+from draft_heads.configs.command_line import exit_status
+from draft_heads.data.common.console import plain_console
+from draft_heads.scripts import quickstart
+script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+commands = {name: ("python", "-c", script, f"{sys.argv[1]}/{name}") for name in sys.argv[2:]}
+sys.exit(exit_status(lambda: quickstart.run(plain_console(), "a step", commands, 2)))
+"""
+
+
+@pytest.mark.parametrize("names", [["one"], ["one", "other"]])
+def test_a_signal_to_the_quickstart_alone_ends_what_it_runs(tmp_path, names):
+    """As a container that is stopped sends it; a terminal's Ctrl-C reaches every process itself."""
+    process = subprocess.Popen([sys.executable, "-c", RUNS, str(tmp_path), *names], stdout=subprocess.DEVNULL)
+    limit, files = time.monotonic() + 120, [tmp_path / name for name in names]
+    while not all(file.is_file() and file.read_text() for file in files) and time.monotonic() < limit:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 130
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
 
 
 def test_only_a_folder_of_a_quickstart_is_replaced(tmp_path):
