@@ -21,8 +21,12 @@ OUTSIDE = -1
 def frequent_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
     """[D] ascending ids of the `size` tokens of the highest `counts [V]`, of equals the smaller id; `always` are in.
 
-    Worked example: counts (0, 3, 9, 3, 1), size 3 and always (4,) give (1, 2, 4).
+    Worked example: counts (0, 3, 9, 3, 1), size 3 and always (4,) give (1, 2, 4). ValueError for more of `always`.
     """
+    if size < len(always):
+        raise ValueError(
+            f"draft_vocab_size must be at least {len(always)}, as many end tokens the target has; got {size}; raise it"
+        )
     ranked = counts.clone()
     ranked[list(always)] = counts.max() + 1
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values

@@ -59,8 +59,10 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         check_whole("max_new_tokens", self.max_new_tokens, least=1)
         for name in ("eos_token_ids", "stop_strings"):
-            if isinstance(one := getattr(self, name), (int, str)):
+            if isinstance(one := getattr(self, name), (int, float, str)):
                 raise ValueError(f"{name} is a tuple; got {one!r}; write ({one!r},)")
+            if one is not None or name == "stop_strings":  # kept: an iterator would be used up by the checks below
+                object.__setattr__(self, name, tuple(one.tolist() if hasattr(one, "tolist") else one or ()))
         for token in self.eos_token_ids or ():
             check_whole("a token of eos_token_ids", token, least=0, remedy="write () for no end tokens")
         if wrong := [text for text in self.stop_strings if not isinstance(text, str) or not text]:

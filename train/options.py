@@ -161,6 +161,7 @@ def _check_optimizer(options: Any) -> None:
         raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}; got {options.optim}")
 
 
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "0 or more",
@@ -174,8 +175,9 @@ _BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "at least 1",
         lambda value: value >= 1,
-        "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps",
+        "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps dataloader_prefetch_factor",
     ),
+    ("default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs", _MODES.__contains__, "torch_compile_mode"),
 )
 """(what a value must be, whether it is, the options)."""
 

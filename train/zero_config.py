@@ -43,6 +43,9 @@ _REPLACED = {
 }
 """Entries that would replace what these flags say."""
 
+_OLD_NAMES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+"""Entries of `zero_optimization` that DeepSpeed still reads and accelerate, which chooses the optimizer, does not."""
+
 _WITHOUT_EFFECT = {
     "steps_per_print": "--logging_steps says how often to log",
     "wall_clock_breakdown": "it is printed every steps_per_print steps, which accelerate turns off",
@@ -89,6 +92,12 @@ def zero_config(given: str | dict[str, Any], args: Any) -> tuple[dict[str, Any],
         if config.pop(key, False) is not False
     ]
     zero = _mapping(config, "zero_optimization", '{"stage": 2}', name)
+    for old, new in _OLD_NAMES.items():
+        if zero.get(old):
+            raise ValueError(
+                f'{name}: zero_optimization.{old} is an old name, which accelerate does not read; write "{new}": '
+                '{"device": "cpu"}, or delete it'
+            )
     for key in ("offload_optimizer", "offload_param"):
         if zero.get(key) is None:
             zero.pop(key, None)  # accelerate reads into what is there

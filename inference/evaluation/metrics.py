@@ -66,7 +66,8 @@ def shown_name(row: Mapping[str, Any]) -> str:
     typical acceptance.
     """
     name, kind = row["drafter"], row.get("kind") or ""
-    notes = [] if all(part in name for part in kind.split("+")) else [kind]
+    parts = kind.split("+")  # of a hybrid; each as often as it is one
+    notes = [] if all(name.count(part) >= parts.count(part) for part in parts) else [kind]
     notes += ["LOSSY"] if row.get("lossy") else []
     return f"{name} ({', '.join(notes)})" if notes else str(name)
 

@@ -51,12 +51,14 @@ class WeightsSeen:
 
 
 def _held(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """Every module, its forward, hook, parameter and buffer of a model; its window and types of layers, the numbers of
-    its logits, every number that a module keeps, every parameter's and buffer's counter of updates and address."""
+    """Every module, its forward, hook, parameter and buffer of a model; its window, number and types of layers (a model
+    runs as many as its config says), the numbers of its logits, every number that a module keeps, every parameter's
+    and buffer's counter of updates and address."""
     held: list[Any] = []
     own: Any = model.config
     config = own.get_text_config(decoder=True)
-    numbers: list[Any] = [getattr(config, "sliding_window", None), *(getattr(config, "layer_types", None) or ())]
+    numbers: list[Any] = [getattr(config, name, None) for name in ("sliding_window", "num_hidden_layers")]
+    numbers += getattr(config, "layer_types", None) or ()
     numbers += [getattr(config, name, None) for name in LOGITS_NUMBERS]
     waiting: list[nn.Module | None] = [model]
     while waiting:

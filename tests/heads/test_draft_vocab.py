@@ -32,6 +32,8 @@ def test_the_most_frequent_are_chosen_of_equals_the_smaller_id_and_end_tokens_al
     assert frequent_tokens(counts, 3, always=[4]).tolist() == [1, 2, 4]
     assert frequent_tokens(torch.zeros(5, dtype=torch.long), 2, always=[3]).tolist() == [0, 3]
     assert counts.tolist() == [0, 3, 9, 3, 1]
+    with pytest.raises(ValueError, match=r"must be at least 2, as many end tokens .* got 1; raise it"):
+        frequent_tokens(counts, 1, always=[3, 4])
 
 
 def test_labels_are_counted_under_the_mask_and_up_to_the_length_trained_on():

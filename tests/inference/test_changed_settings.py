@@ -32,6 +32,18 @@ def test_a_window_or_a_scaling_that_is_set_anew_is_noticed(change):
     assert engine.generate(prompt, SETTINGS).tokens == after != before
 
 
+def test_fewer_layers_that_the_config_asks_for_are_noticed():
+    """How `generate` is made to leave early: models run as many layers as their config says."""
+    model = random_llama(num_hidden_layers=3).double()
+    engine = DecodingEngine(Target(model), VanillaDrafter())
+    whole, tokens = engine.generate(PROMPT, SETTINGS).tokens, []
+    for layers in (1, 3):
+        model.config.num_hidden_layers = layers
+        tokens.append(engine.generate(PROMPT, SETTINGS).tokens)
+        assert tokens[-1] == expected_tokens(model)
+    assert tokens[1] == whole != tokens[0]
+
+
 @pytest.mark.parametrize(
     ("architecture", "number"),
     [

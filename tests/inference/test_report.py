@@ -283,6 +283,7 @@ def test_the_kind_is_shown_where_the_name_does_not_hold_it(report):
     for shown in (markdown(report), closing_table(report)):
         assert "fast (ctc)" in shown and "broken (ctc+ngram)" in shown and "(vanilla)" not in shown
     assert shown_name({"drafter": "ctc_raw", "kind": "ctc"}) == "ctc_raw"
+    assert shown_name({"drafter": "medusa", "kind": "medusa+medusa"}) == "medusa (medusa+medusa)"
 
 
 def test_the_closing_table_has_one_row_per_benchmark_and_drafter(report):

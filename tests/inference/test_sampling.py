@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -174,6 +175,16 @@ def test_settings_that_draw_nothing_are_refused(rule, value):
 def test_wrong_settings_are_refused_with_rule_value_and_remedy(given, told):
     with pytest.raises(ValueError, match=told):
         GenerationSettings(**given)
+
+
+@pytest.mark.parametrize("made", [list, iter, torch.tensor, np.array, lambda ids: map(int, ids)])
+def test_end_tokens_and_stop_strings_may_come_in_any_form(made):
+    """An iterator is read once."""
+    assert GenerationSettings(eos_token_ids=made([2, 3])).eos_token_ids == (2, 3)
+    assert GenerationSettings(stop_strings=(text for text in ("a", "b"))).stop_strings == ("a", "b")
+    assert (
+        GenerationSettings(eos_token_ids=made([])).eos_token_ids == GenerationSettings(stop_strings=None).stop_strings
+    )
 
 
 def test_typical_acceptance_keeps_the_longest_most_probable_path():

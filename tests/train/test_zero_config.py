@@ -67,6 +67,8 @@ def test_what_no_flag_says_is_kept():
         ({"zero_optimization": 2}, 'zero_optimization must be a mapping such as {"stage": 2}; got 2'),
         ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage must be 0, 1, 2 or 3; got "2"'),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0, 1, 2 or 3; got 4"),
+        ({"zero_optimization": {"cpu_offload": True}}, 'is an old name, .*; write "offload_optimizer": {"device"'),
+        ({"zero_optimization": {"cpu_offload_param": True}}, 'cpu_offload_param is an old name, .* "offload_param"'),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, 'offload_optimizer must be a mapping .*; got "cpu"'),
     ],
 )
