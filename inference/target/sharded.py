@@ -111,7 +111,7 @@ def gather_in_forward(decoder: nn.Module, layers: int, dtype: torch.dtype) -> No
     if rounded := kept_in_float32(decoder, dtype):
         logger.warning(
             "--shard_target rounds %s, which the model keeps in float32 where the checkpoint has it so, to %s: labels "
-            "and states may be others than the whole target's; train with --dtype float32, or without it",
+            "and states may be others than the whole target's; train with --target_dtype float32, or without it",
             rounded[0],
             str(dtype).removeprefix("torch."),
         )
