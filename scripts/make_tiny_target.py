@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from draft_heads.configs.options import add_flags, add_threads, check_read, use_threads
 from draft_heads.data.bpe import train_tokenizer
 from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.files import let_others_read
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.synthetic.corpus import conversations, drills
@@ -282,6 +283,7 @@ def make(argv: list[str] | None = None) -> dict:
     trained = train(model, practice, rows, options, console)
 
     model.to(getattr(torch, options.store)).save_pretrained(output)
+    let_others_read(Path(output))
     model.float()  # the figures below are of the stored weights
     tokenizer.save_pretrained(output)
     kept = f"the model is in {output}, not yet measured; empty it to make another"

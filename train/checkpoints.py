@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from draft_heads.data.common.files import checksum, sealed, unsealed, write_text
+from draft_heads.data.common.files import checksum, let_others_read, sealed, unsealed, write_text
 
 MARKER = "complete.json"
 
@@ -50,6 +50,7 @@ class MarkComplete(TrainerCallback):
         if args.world_size > 1:
             torch.distributed.barrier()
         if state.is_world_process_zero and folder.is_dir():
+            let_others_read(folder)
             mark_complete(folder, step=state.global_step, **progress)
             best = state.best_model_checkpoint
             delete_old_checkpoints(folder, self.limit, Path(best).name if best else None)

@@ -156,6 +156,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
         save_file(whole, partial, metadata={"format": "pt"})
 
 
+def let_others_read(folder: Path) -> None:
+    """Give the weights in a folder the rights that new files have here: safetensors makes files that nobody else may
+    read, as another user's container."""
+    probe = folder / ".rights.partial"
+    probe.touch()
+    rights = probe.stat().st_mode
+    probe.unlink()
+    for path in folder.glob("*.safetensors"):
+        path.chmod(rights)
+
+
 def checksum(path: Path) -> str:
     """xxh3 of a file, 16 hex digits."""
     import xxhash  # comes with `datasets`; decoding needs neither

@@ -40,6 +40,8 @@ _QUOTED = re.compile(r'[^=,]*="(?:[^"\\]|\\.)*"')
 _SET = re.compile(r"\{% set (\w+) = (.*) %\}")
 _OF_CONVERSATIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 """What a chat template reads of each conversation or of the tokenizer, and has no setting for."""
+_KNOWS_THOUGHTS = re.compile("think|thought|reason|" + "|".join(map(re.escape, KNOWN_MARKS)), re.IGNORECASE)
+"""What stands in the chat template of a model that may think: a mark, a setting or a key of turns."""
 
 PROBE_TEXT = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
 """Two vocabularies with equal entries may still split text differently: this one is split to compare them. A tokenizer
@@ -62,6 +64,17 @@ def read_chat_template(name_or_path: str) -> str:
             f"chat_template {name_or_path} is a text in UTF-8; this file has other bytes at {error.start}; save it "
             "as UTF-8"
         ) from None
+    try:
+        known = json.loads(template)
+    except ValueError:  # no JSON, as it should be
+        known = None
+    if isinstance(known, dict):  # a processor's chat_template.json, or tokenizer_config.json
+        if not isinstance(known.get("chat_template"), str):
+            raise ValueError(
+                f"chat_template {name_or_path} is JSON without a text under chat_template; pass the template's text as "
+                "a .jinja file"
+            )
+        template = known["chat_template"]
     if not template.strip():
         raise ValueError(
             f"chat_template {name_or_path} is empty; pass a file with a chat template, or leave it out for "
@@ -160,9 +173,7 @@ def reads_setting(template: str, name: str, value: Any) -> bool:
         return name in read
     if flags := [own[flag] for flag in _OF_THOUGHTS if flag in own]:
         return not any(flags)
-    return (read | own.keys()).isdisjoint((*_OF_THOUGHTS, "reasoning_effort")) and not any(
-        mark in template for mark in KNOWN_MARKS
-    )
+    return _KNOWS_THOUGHTS.search(template) is None
 
 
 def template_source(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -41,6 +41,7 @@ Extra = Mapping[str, Any] | None
 _OF_A_RESULT = ("tool_call_id", "name")  # name the call that a tool's turn answers; templates may do without
 
 _OF_THOUGHTS = frozenset({*MARKS, *MARKS.values()})
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
@@ -67,7 +68,7 @@ class ChatText:
         self._splits = with_whole_offsets(tokenizer)
         self._respelled = respelled_tokens(tokenizer)
         template = tokenizer.get_chat_template()
-        self.has_generation_block = bool(_GENERATION_BLOCK.search(template))
+        self.has_generation_block = bool(_GENERATION_BLOCK.search(_COMMENT.sub("", template)))
         self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
         added, no_mark = tokenizer.added_tokens_decoder, {tokenizer.bos_token_id, tokenizer.unk_token_id}
         special = {*tokenizer.all_special_ids, *(token for token in added if added[token].special)}

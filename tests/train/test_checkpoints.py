@@ -22,6 +22,7 @@ from draft_heads.train.checkpoints import (
 def saved(run, step, limit=2, best=None):
     """A checkpoint of a step, saved as the trainer does."""
     (run / f"checkpoint-{step}").mkdir()
+    (run / f"checkpoint-{step}" / "model.safetensors").touch(0o600)  # as safetensors writes it
     args = SimpleNamespace(output_dir=str(run), world_size=1)
     best = best and str(run / f"checkpoint-{best}")
     state = SimpleNamespace(global_step=step, is_world_process_zero=True, best_model_checkpoint=best)
@@ -32,6 +33,8 @@ def saved(run, step, limit=2, best=None):
 def test_the_last_checkpoints_by_step_are_kept_wherever_the_clock_stood(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()  # never finished: neither counted nor deleted
     assert saved(tmp_path, 9) == [9]
+    weights, marker = (tmp_path / "checkpoint-9" / name for name in ("model.safetensors", "complete.json"))
+    assert weights.stat().st_mode == marker.stat().st_mode
     assert saved(tmp_path, 10) == [9, 10]
     for step in (9, 10):
         os.utime(tmp_path / f"checkpoint-{step}", (2**32, 2**32))

@@ -331,7 +331,10 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--data_seed", "99999999999999999999"], "--data_seed must be at least 0 and below 2^32"),
         (["--adam_beta1", "1.5"], "--adam_beta1 must be at least 0 and below 1; got 1.5"),
         (["--dataloader_num_workers", "2", "--dataloader_prefetch_factor", "0"], "_factor must be at least 1; got 0"),
-        (["--torch_compile_mode", "max_autotune"], "must be default, reduce-overhead, .*; got max_autotune"),
+        (
+            ["--torch_compile_mode", "max_autotune"],
+            "--torch_compile_mode must be default, reduce-overhead",
+        ),
         (["--eval_steps", "-1"], "--eval_steps must be above 0; got -1"),
         (["--save_steps", "0"], "--save_steps must be above 0; got 0"),
         (["--save_total_limit", "-3"], "--save_total_limit must be at least 2, got -3"),

@@ -10,9 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads.data.common.files import names_path, write_tensors, write_text
+from draft_heads.data.common.files import let_others_read, names_path, write_tensors, write_text
 from draft_heads.heads.medusa import MedusaConfig, MedusaHead
 from tests.heads.small import SIZES
+
+
+@pytest.mark.parametrize("umask, rights", [(0o022, 0o644), (0o007, 0o660)])
+def test_weights_that_a_library_wrote_get_the_rights_of_the_umask(umask, rights, tmp_path):
+    for name in ("model.safetensors", "key.pem"):
+        (tmp_path / name).touch(0o600)
+    before = os.umask(umask)
+    try:
+        let_others_read(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {
+        **{"model.safetensors": rights, "key.pem": 0o600}
+    }
 
 
 @pytest.mark.parametrize("umask, rights", [(0o022, 0o644), (0o007, 0o660)])

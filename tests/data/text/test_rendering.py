@@ -68,6 +68,14 @@ def test_words_of_chatml_token_by_token():
     assert tokens[mask.index(True) - 2 : mask.index(True)] == ["assistant", "\n"]
 
 
+def test_a_comment_that_names_a_generation_block_is_none():
+    tokenizer = word_tokenizer("{# no {% generation %} here #}" + template("chatml"), "Hi user assistant .")
+    _, mask = render_conversation(
+        tokenizer, [{"role": "user", "content": "Hi ."}, {"role": "assistant", "content": "Hi"}]
+    )
+    assert sum(mask) == 2
+
+
 @pytest.mark.parametrize(
     "block",
     [

@@ -1,5 +1,6 @@
 """Settings that a chat template reads, given with its name: `own,enable_thinking=false`."""
 
+import json
 from contextlib import nullcontext
 from functools import partial
 
@@ -113,6 +114,9 @@ def test_a_conversation_that_asks_for_another_setting_is_refused(tmp_path, given
         ("{{ '<think>' if add_generation_prompt }}", {"thinking": False}),
         ("{{ 'Reasoning: ' ~ reasoning_effort | default('medium') }}", {"enable_thinking": False}),
         ("{{ '<think></think>' if add_generation_prompt and not enable_thinking }}", {"thinking": False}),
+        ("{{ '<|inner_prefix|>' if add_generation_prompt }}", {"enable_thinking": False}),
+        ("{{ 'Strength: ' ~ reasoning_strength if reasoning_strength }}", {"enable_thinking": False}),
+        ("{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}", {"thinking": False}),
     ],
 )
 def test_a_template_that_thinks_anyway_refuses_rows_that_ask_for_no_thoughts(form, asks):
@@ -135,6 +139,17 @@ def test_a_template_that_thinks_anyway_refuses_rows_that_ask_for_no_thoughts(for
 )
 def test_settings_may_be_long_and_have_commas_in_quotes(given, settings):
     assert split_settings(given) == (None, settings)
+
+
+def test_a_processors_json_is_read_for_the_template_in_it(tmp_path):
+    """One with single quotes alone would compile as it is, and write its braces into every prompt."""
+    folder, file = with_template(tmp_path, THINKS), tmp_path / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": CHATML}))
+    assert target_tokenizer(folder, str(file), None).chat_template == CHATML
+    for wrong in ({"processor_class": "A"}, {"chat_template": [{"name": "default", "template": CHATML}]}):
+        file.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=r"json is JSON without a text under chat_template; pass .* \.jinja file"):
+            target_tokenizer(folder, str(file), None)
 
 
 def test_a_file_with_a_comma_in_its_name_is_a_file(tmp_path):
