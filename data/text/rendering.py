@@ -271,6 +271,8 @@ class ChatRenderer(ChatText):
             after += 1
         if after < len(ids) and ids[after] in self.ends:
             stop: int | None = after + 1
+            if ids[after] not in self._end_token_ids and self._end_token_ids.intersection(ids[after + 1 : after + 2]):
+                stop = after + 2  # a mark that ends thoughts too, and then the end (HyperCLOVA X)
         else:
             own = self._own_end(whole, number, turn)
             stop = end_between(last, own, ids, offsets, self.ends)
