@@ -16,9 +16,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from draft_heads.data.synthetic.corpus import conversations, questions, word_pro
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.inference.evaluation.report_text import relative_paths
 from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.scripts.training_arms import ends_too
 from draft_heads.train.command import trainer_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,26 +63,15 @@ def run(console: Console, title: str, commands: dict[str, tuple[str, ...]], at_o
     running: list[subprocess.Popen[str]] = []
     if len(commands) == 1:
         (command,) = commands.values()
-        with subprocess.Popen(**_here(command), text=True) as process, _ends_too(running):
+        with subprocess.Popen(**_here(command), text=True) as process, ends_too(running):
             running.append(process)
             status = [process.wait()]
     else:
-        with ThreadPoolExecutor(at_once) as pool, _ends_too(running):
+        with ThreadPoolExecutor(at_once) as pool, ends_too(running, pool):
             status = list(pool.map(partial(_named_lines, console, running), commands, commands.values()))
     if failed := [one for one in status if one]:  # below 0: ended by a signal
         sys.exit(f"quickstart: the step '{title}' failed (status {failed[0]}); its message is above")
     console.print(f"{title}: {time.monotonic() - start:.0f} s", style="dim")
-
-
-@contextmanager
-def _ends_too(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
-    """What ends the work inside, as a signal to this process alone, ends these processes."""
-    try:
-        yield
-    except BaseException:
-        for process in processes:
-            process.terminate()
-        raise
 
 
 def _here(command: tuple[str, ...]) -> dict[str, Any]:

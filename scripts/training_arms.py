@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,13 +203,9 @@ def cpu_seconds(command: Sequence[str], log: Path) -> float:
         words = [sys.executable, str(ROOT / command[0]), *command[1:]]
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
         _RUNNING.add(process)
-        try:
+        with ends_too([process]):
             _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:
-            process.terminate()
-            raise
-        finally:
-            _RUNNING.discard(process)
+        _RUNNING.discard(process)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
@@ -220,11 +216,18 @@ def cpu_seconds(command: Sequence[str], log: Path) -> float:
 @contextmanager
 def _pool(count: int) -> Iterator[ThreadPoolExecutor]:
     """A pool in which commands wait and run; whatever ends the work inside ends them too."""
-    with ThreadPoolExecutor(count) as pool:
-        try:
-            yield pool
-        except BaseException:
+    with ThreadPoolExecutor(count) as pool, ends_too(_RUNNING, pool):
+        yield pool
+
+
+@contextmanager
+def ends_too(processes: Collection[subprocess.Popen[Any]], pool: ThreadPoolExecutor | None = None) -> Iterator[None]:
+    """What ends the work inside, as a signal to this process alone, ends these processes and what waits in a pool."""
+    try:
+        yield
+    except BaseException:
+        if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(_RUNNING):  # which its threads change
-                process.terminate()
-            raise
+        for process in list(processes):  # which a pool's threads change
+            process.terminate()
+        raise
