@@ -79,7 +79,7 @@ class DecodingEngine:
 
     def stream_text(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[str]:
         """As `stream`, in pieces of text of whole characters, without the end token; see `TextPieces`."""
-        pieces, result = TextPieces(self.target.tokenizer, scaffold=self.target.scaffold), Generation()
+        pieces, result = TextPieces(self.target.tokenizer, form=self.target.answer_form), Generation()
         for tokens in self.stream(prompt, settings, result):
             if text := pieces.add(result.shown(tokens)):
                 yield text

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 from draft_heads.configs.options import check_number, check_whole
 from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.text.row_keys import prompt_messages
-from draft_heads.data.text.token_spans import MOST_OF_SOME, scaffold_end
+from draft_heads.data.text.token_spans import MOST_OF_SOME, PLAIN, AnswerForm, begun, scaffold_end
 from draft_heads.inference.sampling import Sampling, check_seed
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import TypicalAcceptance
@@ -285,10 +285,10 @@ class TextPieces:
     """
 
     def __init__(
-        self, tokenizer: Any, before: Sequence[int] = (), scaffold: Sequence[int] = (), skips_special: bool = False
+        self, tokenizer: Any, before: Sequence[int] = (), form: AnswerForm = PLAIN, skips_special: bool = False
     ) -> None:
         """before: tokens of the text that the answer goes on with, whose first space would else be dropped by some
-        tokenizers; scaffold: the tokens that the chat template puts before an answer (`Target.scaffold`);
+        tokenizers; form: the tokens that the chat template puts around an answer (`Target.answer_form`);
         skips_special: whether special tokens are no part of the text. ValueError without a fast tokenizer."""
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("streamed text needs a fast tokenizer; the target has none; use `stream` for tokens")
@@ -298,8 +298,9 @@ class TextPieces:
         windows = (list(before[-size:]) for size in range(8, 12))
         self._tokens = next((one for one in windows if not self._tokenizer.decode(one).endswith("\ufffd")), [])
         self._shown = len(self._tokens)  # how many of them are the last piece's
-        self._scaffold, self._skips_special = list(scaffold), skips_special
-        self._channels: list[int] | None = [] if scaffold else None  # the tokens so far, while the scaffold may come
+        self._scaffold, self._closing, self._skips_special = list(form.scaffold), list(form.closing), skips_special
+        self._channels: list[int] | None = [] if form.scaffold else None  # the tokens so far, while it may come
+        self._behind: list[int] = []  # the first tokens of the closing, which no other token has followed yet
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""
@@ -314,6 +315,14 @@ class TextPieces:
                     self._channels = None
                 return ""
             self._channels = None
+        if self._closing:
+            self._behind.append(token)
+            free = len(self._behind) - begun(self._behind, self._closing)
+            tokens, self._behind = self._behind[:free], self._behind[free:]
+            return "".join(map(self._show, tokens))
+        return self._show(token)
+
+    def _show(self, token: int) -> str:
         self._tokens.append(token)
         piece = self._piece()
         if not piece or piece.endswith("\ufffd"):

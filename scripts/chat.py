@@ -141,7 +141,7 @@ class Chat:
         template refuses in what follows (gpt-oss's one that ended in its thoughts), and for one that overflowed.
         """
         asked = [*self.messages, {"role": "user", "content": message}]
-        result, pieces = Generation(), TextPieces(self.target.tokenizer, scaffold=self.target.scaffold)
+        result, pieces = Generation(), TextPieces(self.target.tokenizer, form=self.target.answer_form)
         steps = self.engines[self.drafter].stream(asked, settings(self.options, self.turns), result)
         try:
             for tokens in steps:

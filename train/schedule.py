@@ -81,6 +81,7 @@ def check_schedule(args: Any, steps: int = 0) -> None:
         )
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{given} make no schedule: {error}; --learning_rate is {rate:g}") from error
+    _check_bounds(schedule, options or {}, rate, given)
     if not steps or warm >= total or not isinstance(schedule, LambdaLR):
         return
     factor = schedule.lr_lambdas[0]
@@ -90,4 +91,16 @@ def check_schedule(args: Any, steps: int = 0) -> None:
             f"--learning_rate must be the highest rate of a schedule; got {rate:g}, and {given} that reach "
             f"{peak * rate:.3g} in {f'{steps:,} steps' if not args.max_minutes else 'its minutes'}; fit "
             "--lr_scheduler_kwargs to the rate and to the length of the run"
+        )
+
+
+def _check_bounds(schedule: Any, options: dict[str, Any], rate: float, given: str) -> None:
+    """ValueError where a schedule that follows a metric cannot lower the rate, or raises it to a limit of its own."""
+    least = getattr(schedule, "min_lrs", [0.0])[0]
+    most = getattr(schedule, "max_lrs", [rate])[0]  # greedy's, which raises the rate too
+    if not least < rate <= most or (most != rate and "max_lr" not in options):
+        raise ValueError(
+            f"a rate that follows a metric moves from --learning_rate, {rate:g}, between bounds; {given} keep it "
+            f"between {least:g} and {most:g}; give min_lr below it{'' if most == rate else ', and max_lr,'} as "
+            "--lr_scheduler_kwargs"
         )

@@ -270,7 +270,7 @@ def _system_and_extra(
 ) -> dict[str, Any]:
     """The fields `system` and `extra` of a question, of what its row has beside its id and the keys that are `used`;
     remedy: what else can be done about a key that is unknown."""
-    further = further_of_row(record, turns, {*used, *_IDS})
+    further = further_of_row(record, turns, {*used, *_IDS}, answers_anew=True)
     if further.unknown:
         raise BenchmarkError(f"{further.unknown[0]}; take it out{remedy}")
     check_encodable(further.system, further.extra)

@@ -34,6 +34,7 @@ from draft_heads.data.text.template_probe import (
     roles_of_parts,
 )
 from draft_heads.data.text.thoughts import MARKS
+from draft_heads.data.text.token_spans import AnswerForm
 
 Extra = Mapping[str, Any] | None
 """What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
@@ -103,6 +104,17 @@ class ChatText:
     def closing(self) -> frozenset[int]:
         """`TemplateProbe.closing`; every special token where the template refuses the samples that show it."""
         return self._special if self.probe.closing is None else self.probe.closing
+
+    @cached_property
+    def form(self) -> AnswerForm:
+        """What stands around the text of an answer.
+
+        Behind it that is what the template writes before the target's end token, where its first mark closes thoughts
+        too, and so is no end. Example: of `<|im_end|><|endofturn|>` the first (HyperCLOVA X).
+        """
+        behind = self.probe.behind_answers
+        stop = next((i for i, token in enumerate(behind) if token in self._end_token_ids), 0)
+        return AnswerForm(self.probe.scaffold, behind[:stop] if {*behind[:1]} & self.probe.ends_of_thoughts else ())
 
     def text(self, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None) -> str:
         """The messages as text; ConversationError where the chat template refuses them."""
@@ -227,6 +239,8 @@ class ChatText:
             if marks and (text := rendered(asked, extra | {name: other}, prompt=True)) is not None:
                 if lost := unread(name, marks, [text]):
                     return lost
+                continue
+            if value == "":  # which may be another than none, and else asks for nothing
                 continue
             if isinstance(value, list | dict):
                 rest = {key: one for key, one in extra.items() if key != name}

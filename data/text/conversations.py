@@ -27,10 +27,9 @@ from draft_heads.data.text.json_rows import is_file, read_rows
 from draft_heads.data.text.metadata_keys import notes_of
 from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TRAINED
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
+from draft_heads.data.text.roles import ROLE_KEYS, is_answer
 from draft_heads.data.text.row_keys import (
     ANSWERS,
-    ROLE_KEYS,
-    ROLES,
     TEXT_KEYS,
     TOOL_CALLS,
     TURN_LISTS,
@@ -266,7 +265,8 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
         turns, key = turns_of(record)
         names = ("from", "value") if key == "conversations" else ("role", "content")
         messages = _sound_turns(turns, names, generate, faults, unknown)
-        further = further_of_row(record, turns, used=(key, *TURN_LISTS, *(ANSWERS | OF_THE_ANSWER if generate else ())))
+        used = (key, *TURN_LISTS, *(ANSWERS | OF_THE_ANSWER if generate else ()))
+        further = further_of_row(record, turns, used, answers_anew=generate)
         unknown |= dict.fromkeys(further.unknown, "")
         messages = with_system(messages, further.system)
         check_encodable(further.system, further.extra)
@@ -290,8 +290,7 @@ def _sound_turns(
     for number, turn in enumerate(turns, start=1):
         try:
             if generate and isinstance(turn, dict):  # whose answer is not read, nor what is said of it
-                is_answer = any(ROLES.get(str(turn.get(name))) == "assistant" for name in ROLE_KEYS)
-                read = {*ROLE_KEYS, *TEXT_KEYS, *TRAINED} if is_answer else turn.keys() - OF_THE_ANSWER
+                read = {*ROLE_KEYS, *TEXT_KEYS, *TRAINED} if is_answer(turn) else turn.keys() - OF_THE_ANSWER
                 turn = {name: value for name, value in turn.items() if name in read}
             message, left_out = message_of(turn, names)
             check_encodable(message)

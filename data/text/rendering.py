@@ -109,9 +109,9 @@ class ChatRenderer(ChatText):
 
     def answer_text(self, answer: Sequence[int], end_token_ids: Collection[int]) -> tuple[str, bool]:
         """The text of `answer_tokens`, stripped, and whether that is all of the answer."""
-        kept = answer_tokens(answer, end_token_ids, self.probe.scaffold)
+        kept = answer_tokens(answer, end_token_ids, self.form)
         text = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text).strip(), kept == answer_tokens(answer, end_token_ids, ())
+        return str(text).strip(), kept == answer_tokens(answer, end_token_ids, self.form._replace(scaffold=()))
 
     def conversation(self, messages: Messages, extra: Extra = None) -> tuple[list[int], list[bool]]:
         """(input_ids [L], assistant_mask [L]); see the module's docstring, and `spans` for errors."""
@@ -218,7 +218,7 @@ class ChatRenderer(ChatText):
         own = end + len(common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2]))
         first = first_token(offsets, end)
         stop = end_between(first, own, ids, offsets, self.closing)
-        return ids[first + (ids[first : first + 1] == [ended_by]) if stop is None else stop :]
+        return ids[first + (ids[first : first + 1] == [ended_by]) if stop is None else self._whole_end(ids, stop) :]
 
     def end_of_turn(self) -> int | None:
         """The added token the template closes an answer with, None when it has none."""
@@ -227,6 +227,8 @@ class ChatRenderer(ChatText):
         ids, offsets = self._encode(text)
         end = end_of_placeholder(text, PLACEHOLDER)
         found = next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._marks), None)
+        if found is None and not text[end:].strip():  # it may close every answer but the last (Qwen 1.5, Yi)
+            found = next(iter(self.probe.closing or ()), None)
         if found in self.probe.ends_of_thoughts - self._end_token_ids:
             logger.warning(
                 "the chat template closes an answer with %r, as the thought before it: answers end at the tokenizer's "
@@ -270,9 +272,7 @@ class ChatRenderer(ChatText):
         while after < len(ids) and ids[after] not in self.ends and not text[slice(*offsets[after])].strip():
             after += 1
         if after < len(ids) and ids[after] in self.ends:
-            stop: int | None = after + 1
-            if ids[after] not in self._end_token_ids and self._end_token_ids.intersection(ids[after + 1 : after + 2]):
-                stop = after + 2  # a mark that ends thoughts too, and then the end (HyperCLOVA X)
+            stop: int | None = self._whole_end(ids, after + 1)
         else:
             own = self._own_end(whole, number, turn)
             stop = end_between(last, own, ids, offsets, self.ends)
@@ -286,6 +286,13 @@ class ChatRenderer(ChatText):
             )
         stop = last if stop is None else stop
         return (first, stop) if marked is None else part_in_block(turn, first, stop, text, offsets, marked)
+
+    def _whole_end(self, ids: list[int], stop: int) -> int:
+        """`stop`, behind a token that closes an answer, or the place behind all that does and the target's end."""
+        closing = list(self.form.closing)
+        end = stop - 1 + len(closing)
+        whole = closing and ids[stop - 1 : end] == closing and self._end_token_ids.intersection(ids[end : end + 1])
+        return end + 1 if whole else stop
 
     def _locate(self, whole: Rendering, number: int) -> Turn | None:
         """Characters of the assistant's turn `number`; None where the rendering does not show where it is."""

@@ -7,24 +7,19 @@ those of a key that is absent: Arrow fills the columns that a row lacks with Non
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from draft_heads.data.text.copies import repeats
 from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.json_files import RepeatedKey, parse_json
 from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning, holds_text
 from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TEMPLATE_FLAGS, TRAINED, asks_nothing, flag, is_refused
+from draft_heads.data.text.roles import ROLE_KEYS, ROLES, is_answer
 
-ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing"), "assistant"),
-    "tool": "tool",
-}
-ROLE_KEYS, TEXT_KEYS = ("from", "role"), ("value", "content")
+TEXT_KEYS = ("value", "content")
 
 TURN_LISTS = ("conversations", "messages", "conversation")
 """Keys under which a row has its turns; `prompt` too, where it has none of them."""
@@ -52,17 +47,8 @@ COPIES |= {"output", "response", "answer", "completion"}
 ANSWERS = {"output", "response", "answer", "completion", "solution", "ground_truth", "chosen", "rejected"}
 """Keys of a row that are not read where the target writes the answers."""
 
-RENDERINGS = ("prompt", "text")
-"""Those of them that may hold all turns at once, with the marks of a chat template between them."""
-
-_MARK = re.compile(
-    r"[\s#*:|=-]|<{1,2}(?![^<>]*(?:image|audio|video))[^<>\s]{1,40}>{1,2}|\[/?(?:INST|gMASK|BOS|EOS)\]"
-    rf"|(?:{'|'.join(ROLES)}|model|bot|ai|instruction|input|question|prompt|response|answer|output)",
-    re.IGNORECASE,
-)
-"""What chat templates write between texts: a role's name, a special token, a character of a heading."""
-
 _PASSAGES = {"instruction", "instructions", "context", "passage", "passages", "persona", "text"}
+_ASKED = {*_PASSAGES, "prompt", "input", "question", "query"} - {"text"}  # what the target is to read
 
 
 class Further(NamedTuple):
@@ -78,16 +64,23 @@ def without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if value is not None}
 
 
-def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collection[str]) -> Further:
+def further_of_row(
+    row: Mapping[str, Any], turns: Sequence[Any], used: Collection[str], answers_anew: bool = False
+) -> Further:
     """What a row has beside the keys that are `used`, among them that of its `turns`.
 
-    ConversationError for keys whose value cannot be used and for those that nothing reads though they hold text.
+    ConversationError for keys whose value cannot be used and for those that nothing reads though they hold text. A
+    question, an instruction or a passage is read where a turn before an answer holds it; with `answers_anew`, where the
+    recorded answers are not read, so is any text.
     """
+    texts = [_text_or_none(turn) for turn in turns]
+    asked = [text for text, turn in zip(texts, turns) if not is_answer(turn)]
 
-    def repeats(key: str, value: Any) -> bool:
+    def copied(key: str, value: Any) -> bool:
         if isinstance(value, list):
             return _is_part_of(turns, value)
-        return _repeats(key, value, [_text_or_none(turn) for turn in turns], _systems_of(row))
+        sought = asked if answers_anew or key in _ASKED else texts
+        return repeats(key, value, texts, sought, _systems_of(row))
 
     extra: dict[str, Any] = {}
     systems: dict[str, str] = {}
@@ -107,15 +100,15 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
             if value not in (True, 1):
                 raise ConversationError(f"a row's {key!r} is 1 or true, received {value!r}: weights are those of turns")
         elif key in COPIES or holds_text(key, value):
-            if not repeats(key, value):
+            if not copied(key, value):
                 listed = isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
                 what = "turns that are not the row's first or last" if listed else "text that no turn has"
                 raise ConversationError(f"the key {key!r} holds {what}: write it into the turns, or take the key out")
         elif asks_nothing(key, value):
             continue
-        elif (named := _not_read(key, value, repeats)) or (key == "turns" and isinstance(value, list)):
+        elif (named := _not_read(key, value, copied)) or (key == "turns" and isinstance(value, list)):
             raise ConversationError(f"the key {named or repr(key)} changes the text or the mask, and nothing reads it")
-        elif not (carries_no_meaning(key, value) or _is_label(key, value, row) or repeats(key, value)):
+        elif not (carries_no_meaning(key, value) or _is_label(key, value, row) or copied(key, value)):
             unknown.append(f"the key {key!r} is unknown")
     systems.pop("", None)
     if len(systems) > 1:
@@ -145,7 +138,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
     if not texts and role != "assistant":
         raise ConversationError(f"a turn has no key {names[1]!r}")
     message: dict[str, Any] = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
-    repeats = partial(_repeats, texts=[message["content"]])
+    copied = partial(repeats, texts=[message["content"]])
     told = {key: bool(rest[key]) for key in TRAINED if rest.get(key) in (True, False)}
     if len({*told.values()}) > 1:
         keys = " and ".join(map(repr, told))
@@ -168,12 +161,12 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
         elif key == TOOL_CALLS:
             if calls := _tool_calls(value):
                 message[key] = calls
-        elif (named := _not_read(key, value, repeats)) or key in SYSTEM or key in ARGUMENTS:
+        elif (named := _not_read(key, value, copied)) or key in SYSTEM or key in ARGUMENTS:
             what = f"{named or repr(key)} of a turn"
             raise ConversationError(f"the key {what} changes the text or the mask, and nothing reads it")
-        elif (key in COPIES or holds_text(key, value)) and not repeats(key, value):
+        elif (key in COPIES or holds_text(key, value)) and not copied(key, value):
             raise ConversationError(f"the key {key!r} holds text that the turn has not: write it into the turn")
-        elif not (carries_no_meaning(key, value) or repeats(key, value)):
+        elif not (carries_no_meaning(key, value) or copied(key, value)):
             unknown.append(f"the key {key!r} is unknown")
     return message, unknown
 
@@ -209,15 +202,15 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
-def _not_read(key: str, value: Any, repeats: Callable[[str, Any], bool]) -> str | None:
+def _not_read(key: str, value: Any, copied: Callable[[str, Any], bool]) -> str | None:
     """The name of a key that changes the text or the mask and that nothing reads, itself or among metadata, or None."""
     if is_refused(key, value):
         return repr(key)
-    inner = _inner_text(key, value, repeats)
+    inner = _inner_text(key, value, copied)
     return None if inner is None else f"{inner!r} in {key!r}"
 
 
-def _inner_text(key: str, value: Any, repeats: Callable[[str, Any], bool]) -> str | None:
+def _inner_text(key: str, value: Any, copied: Callable[[str, Any], bool]) -> str | None:
     """The key among metadata, at any depth, that a row or a turn is read for, or that holds an instruction or a passage
     which does not repeat the turns, if one is there with a text or a list.
 
@@ -231,7 +224,7 @@ def _inner_text(key: str, value: Any, repeats: Callable[[str, Any], bool]) -> st
                 value = parse_json(value)
         pairs = value.items() if isinstance(value, Mapping) else ()
         for one, text in pairs:
-            if one in read and text and isinstance(text, str | list) and not (one in _PASSAGES and repeats(one, text)):
+            if one in read and text and isinstance(text, str | list) and not (one in _PASSAGES and copied(one, text)):
                 return str(one)
         inside.extend(value if isinstance(value, list) else (text for _, text in pairs))
     return None
@@ -246,21 +239,6 @@ def _is_label(key: str, value: Any, row: Mapping[str, Any]) -> bool:
     return key == "knowledge" and {"intent", "difficulty"} <= row.keys()  # Magpie tags a question with all three
 
 
-def _repeats(key: str, value: Any, texts: Sequence[str | None], systems: Sequence[str] = ()) -> bool:
-    """Whether a text is one of `texts`, those of turns, or stands in one, or all of them in their order; white space
-    does not count. The rendering of a template may begin with one of the system texts. Example, of the turns `Hi` and
-    `Salut`: `<|user|>Hi<|assistant|>Salut</s>` repeats them as `text`, `Rhyme. Hi Salut` does not.
-    """
-    if not isinstance(value, str):
-        return False
-    value, known = _one_line(value), [_one_line(text) for text in texts if text is not None]
-    words = re.compile(rf"(?<!\w){re.escape(value)}(?!\w)")  # 4 stands in `\boxed{4}`, not in 14
-    if value in (*known, " ".join(known)) or (value and any(words.search(text) for text in known)):
-        return True
-    openings = [[], *([_one_line(system)] for system in systems)]
-    return key in RENDERINGS and bool(known) and any(_is_rendering(value, [*first, *known]) for first in openings)
-
-
 def _is_part_of(turns: Sequence[Any], part: Sequence[Any]) -> bool:
     """Whether a list holds the first of the turns, or the last, in whatever form: all that is read of them."""
     for known in (turns[: len(part)], turns[-len(part) :]):
@@ -268,29 +246,6 @@ def _is_part_of(turns: Sequence[Any], part: Sequence[Any]) -> bool:
             if [message_of(turn) for turn in part] == [message_of(turn) for turn in known]:
                 return True
     return False
-
-
-def _is_rendering(value: str, texts: Sequence[str]) -> bool:
-    """Whether a value is these texts in their order, with nothing but marks before, between and after them."""
-    ends = _after_marks(value, {0})
-    for text in texts:
-        ends = _after_marks(value, {end + len(text) for end in ends if value.startswith(text, end)})
-    return len(value) in ends
-
-
-def _after_marks(value: str, starts: set[int]) -> set[int]:
-    """The positions that are reached from `starts` over any number of marks."""
-    found = set[int]()
-    for position in starts:
-        while position not in found:
-            found.add(position)
-            mark = _MARK.match(value, position)
-            position = mark.end() if mark else position
-    return found
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _systems_of(row: Mapping[str, Any]) -> list[str]:
@@ -319,7 +274,7 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
             raise ConversationError(f"{key!r} is an object, received {type(value).__name__}")
         found: dict[str, Any] = {}
         for name, one in without_none(value).items():
-            if one in ("", [], {}):
+            if one in ([], {}) or (one == "" and name in (*LISTS, *_OF_TOOLS)):
                 continue
             if name in ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt"):
                 raise ConversationError(f"{name!r} among {key!r} is not an argument of a row")

@@ -141,6 +141,16 @@ class TemplateProbe:
         return tuple(added) if self._special & set(added) else ()
 
     @cached_property
+    def behind_answers(self) -> tuple[int, ...]:
+        """The tokens that the template puts behind the last answer; none where it refuses the sample."""
+        try:
+            text = self._render([QUESTION, ANSWER], False)
+        except ValueError:
+            return ()
+        stop = text.rfind(ANSWER["content"]) + len(ANSWER["content"])
+        return tuple(token for token, (first, _) in zip(*self._encode(text)) if first >= stop)
+
+    @cached_property
     def marks(self) -> frozenset[int]:
         """The tokens of a conversation's rendering that mark its turns.
 

@@ -32,20 +32,36 @@ class Rendering(NamedTuple):
     offsets: list[tuple[int, int]]
 
 
-def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffold: Sequence[int]) -> list[int]:
-    """The tokens of an answer that later turns have: without end tokens at the end, and after the scaffold.
+class AnswerForm(NamedTuple):
+    """The tokens that a chat template puts around the text of each answer, which the target writes too."""
 
-    scaffold: what the template puts before an answer (`TemplateProbe.scaffold`). An answer that begins as it does is in
-    several channels (gpt-oss); what it says follows the first scaffold. Example, scaffold 7 8 and end 2:
-    7 5 4 7 8 6 2 → 6; 3 7 8 6 2 → 3 7 8 6.
+    scaffold: Sequence[int] = ()  # before it: `TemplateProbe.scaffold`
+    closing: Sequence[int] = ()  # between it and the target's end token: `ChatText.form`
+
+
+PLAIN = AnswerForm()  # nothing
+
+
+def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], form: AnswerForm) -> list[int]:
+    """The tokens of an answer that later turns have: without the ends, and after the scaffold.
+
+    An answer that begins as the scaffold does is in several channels (gpt-oss); what it says follows the first one.
+    Example, scaffold 7 8, closing 4 5 and end 2: 7 5 4 7 8 6 2 → 6; 3 7 8 6 4 5 2 and the unfinished 3 7 8 6 4 →
+    3 7 8 6.
     """
     stop = len(answer)
     while stop and answer[stop - 1] in end_token_ids:
         stop -= 1
-    kept = list(answer[:stop])
-    if scaffold and kept[:1] == [scaffold[0]]:
-        kept = kept[scaffold_end(kept, scaffold) :]
+    kept = list(answer[: stop - begun(answer[:stop], form.closing)])
+    if form.scaffold and kept[:1] == [form.scaffold[0]]:
+        kept = kept[scaffold_end(kept, form.scaffold) :]
     return kept
+
+
+def begun(tokens: Sequence[int], closing: Sequence[int]) -> int:
+    """How many of the tokens at the end are the first of `closing`, at most all of it."""
+    most = min(len(tokens), len(closing))
+    return next((n for n in range(most, 0, -1) if list(tokens[-n:]) == list(closing[:n])), 0)
 
 
 def scaffold_end(tokens: Sequence[int], scaffold: Sequence[int]) -> int:

@@ -209,7 +209,7 @@ def node_text(target: Target, before: int, token: int) -> str:
 
 def unstripped_text(target: Target, tokens: list[int]) -> str:
     """`Target.answer_text` with the blanks at both ends."""
-    shown = answer_tokens(tokens, target.end_token_ids, target.scaffold)
+    shown = answer_tokens(tokens, target.end_token_ids, target.answer_form)
     return str(target.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

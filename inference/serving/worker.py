@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from prometheus_client import Counter
 
+from draft_heads.data.text.token_spans import PLAIN, AnswerForm
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
@@ -71,11 +72,11 @@ class AnswerText:
         tokenizer: object,
         stops: tuple[str, ...],
         before: Sequence[int] = (),
-        scaffold: Sequence[int] = (),
+        form: AnswerForm = PLAIN,
         skips_special: bool = False,
     ) -> None:
-        """before, scaffold, skips_special: see `TextPieces`."""
-        self._pieces, self._stops = TextPieces(tokenizer, before, scaffold, skips_special), stops
+        """before, form, skips_special: see `TextPieces`."""
+        self._pieces, self._stops = TextPieces(tokenizer, before, form, skips_special), stops
         self._held = ""
         self.stopped = False
 
@@ -208,8 +209,8 @@ class Worker:
 
     def _answer(self, job: Job) -> None:
         target = self.engine.target
-        before, scaffold = (job.prompt, ()) if job.continues else ((), target.scaffold)
-        result, text = Generation(), AnswerText(target.tokenizer, job.stops, before, scaffold, job.skips_special)
+        before, form = (job.prompt, PLAIN) if job.continues else ((), target.answer_form)
+        result, text = Generation(), AnswerText(target.tokenizer, job.stops, before, form, job.skips_special)
         steps = self.engine.stream(job.prompt, job.settings, result)
         try:
             for step in steps:

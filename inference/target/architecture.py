@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from draft_heads.data.common.pretrained import rope_settings
 
@@ -55,7 +55,8 @@ class Architecture:
                 f"the target must be a decoder with full or sliding-window attention; {name} has layers of type "
                 f"{', '.join(unknown)}; pick another target"
             )
-        uses_window = getattr(config, "use_sliding_window", True) is not False
+        read = "use_sliding_window" in _code(config) + _code(decoder)
+        uses_window = not read or getattr(config, "use_sliding_window", True) is not False
         if uses_window and layer_types and not _varies(config) and getattr(config, "sliding_window", None):
             code = _code(decoder)
             if "sliding_window" in code and "layer_type" not in code:
@@ -74,11 +75,11 @@ class Architecture:
         return cls(layer_types or [everywhere] * config.num_hidden_layers, window, by_layer_type, positions)
 
 
-def _code(decoder: Any) -> str:
-    """The files that define a decoder's class and those that it inherits from, of the model's own; nothing for a class
-    without a file, as a notebook's."""
+def _code(part: Any) -> str:
+    """The files that define the class of a decoder or config and those that it inherits from, of the model's own;
+    nothing for a class without a file, as a notebook's."""
     found = ""
-    for one in takewhile(lambda one: one not in (PreTrainedModel, nn.Module), type(decoder).__mro__):
+    for one in takewhile(lambda one: one not in (PreTrainedModel, PretrainedConfig, nn.Module), type(part).__mro__):
         with suppress(OSError, TypeError):
             found += Path(inspect.getfile(one)).read_text(encoding="utf-8")
     return found

@@ -42,23 +42,18 @@ def _unfit(target: Target) -> str | None:
 @contextmanager
 def _short_window(target: Target) -> Iterator[None]:
     """Sliding windows of `_WINDOW` tokens for a while: transformers reads the config whenever it makes masks."""
-    window, configs = target.window, {id(c): c for c in (target.config, target.decoder.config)}.values()
-    if window is None or window <= _WINDOW:
-        yield
-        return
-
-    def use(length: int) -> None:
-        for holder in (target, target.fused):
-            if holder is not None:
-                holder.window = length
-        for config in configs:
-            config.sliding_window = length
-
+    holders = [(one, "window") for one in (target, target.fused) if one is not None]
+    configs = {id(config): config for config in (target.config, target.decoder.config)}.values()
+    holders += [(config, "sliding_window") for config in configs]  # also one that no layer seems to read
+    longer = [(one, name, length) for one, name in holders if isinstance(length := getattr(one, name, None), int)]
+    longer = [(one, name, length) for one, name, length in longer if length > _WINDOW]
     try:
-        use(_WINDOW)
+        for one, name, _ in longer:
+            setattr(one, name, _WINDOW)
         yield
     finally:
-        use(window)
+        for one, name, length in longer:
+            setattr(one, name, length)
 
 
 LOGITS_NUMBERS = ("logits_scaling", "logit_scale", "final_logit_softcapping")

@@ -22,7 +22,7 @@ from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_settings, configured_ends
 from draft_heads.data.text.rendering import ChatRenderer, end_token_ids
 from draft_heads.data.text.thoughts import opens_thought
-from draft_heads.data.text.token_spans import answer_tokens
+from draft_heads.data.text.token_spans import AnswerForm, answer_tokens
 from draft_heads.inference.target import labels, sharded, views
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
@@ -153,7 +153,7 @@ class Target:
             return
         if self._ends != (ends := configured_ends(self.model, self.config)):
             self._ends = ends
-            for cached in ("end_token_ids", "renderer", "scaffold"):
+            for cached in ("end_token_ids", "renderer", "answer_form"):
                 self.__dict__.pop(cached, None)
         with TRYING:
             look_again(self)
@@ -271,7 +271,7 @@ class Target:
 
     def answer_text(self, tokens: list[int]) -> str:
         """The text of an answer as later turns have it: stripped, of one in several channels (gpt-oss) the last."""
-        shown = answer_tokens(tokens, self.end_token_ids, self.scaffold)
+        shown = answer_tokens(tokens, self.end_token_ids, self.answer_form)
         return str(self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
@@ -279,15 +279,15 @@ class Target:
         return opens_thought(self.tokenizer.decode(list(prompt[-32:])))
 
     @cached_property
-    def scaffold(self) -> tuple[int, ...]:
-        """The tokens that the chat template puts before an answer (`TemplateProbe.scaffold`), if that is known."""
+    def answer_form(self) -> AnswerForm:
+        """The tokens that the chat template puts around an answer, if they are known."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            return ()
+            return AnswerForm()
         try:
-            return self.renderer.probe.scaffold
+            return self.renderer.form
         except ValueError as error:
             logger.warning("answers are shown whole: %s", error)
-            return ()
+            return AnswerForm()
 
     @cached_property
     def renderer(self) -> ChatRenderer:

@@ -178,6 +178,21 @@ def test_a_window_is_of_the_layers_that_the_models_code_says(model_type, types):
     assert target.layer_types == (types if model_type == "qwen2" else ["sliding_attention"] * 2)
 
 
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2", "qwen2"])
+def test_a_window_that_a_config_calls_unused_is_used_where_the_models_code_does_not_ask(model_type, monkeypatch):
+    more = _EXPERTS if model_type == "mixtral" else {}
+    model = _model(model_type, sliding_window=16, use_sliding_window=False, **more)
+    target, ids = Target(model, name=model_type), [1 + 7 * i % 210 for i in range(30)]
+    for _ in range(20):
+        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    generated = DecodingEngine(target, ForkedDrafter(ids[30:], 4)).generate(ids[:30], GenerationSettings(20, ()))
+    assert generated.tokens == ids[30:] and target.window == (None if model_type == "qwen2" else 16)
+    if target.window:  # and where the code is not read, the trial forward tells
+        monkeypatch.setattr("draft_heads.inference.target.architecture._code", lambda part: "use_sliding_window")
+        with pytest.raises(ValueError, match="logits that differ by"):
+            Target(model, name=model_type)
+
+
 def test_a_class_of_a_notebook_slides_as_the_one_that_it_inherits_from():
     model = _model("mistral", sliding_window=16)
     model.model.__class__ = type("Own", (type(model.model),), {"__module__": "of_no_file"})

@@ -1,6 +1,8 @@
 """Learning rates of a run that ends at a wall time."""
 
 import json
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -83,7 +85,8 @@ def test_a_schedule_by_time_refuses_what_its_own_warm_up_would_replace(kind, own
 )
 def test_a_schedule_that_follows_a_metric_knows_which_way_is_better(kind, metric, own, values, factor):
     flags = ["--target", "tests/tiny_target", "--dataset", "d", "--output_dir", "r", "--use_cpu", "--max_steps", "9"]
-    options = json.dumps({"patience": 0, "factor": 0.5} | own)
+    bounds = {"min_lr": 1e-9, "max_lr": 1.0} if kind == "greedy" else {}
+    options = json.dumps({"patience": 0, "factor": 0.5} | bounds | own)
     flags += ["--lr_scheduler_type", kind, "--lr_scheduler_kwargs", options, "--metric_for_best_model", metric]
     training = parse_options(CTCConfig, flags)[2]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -129,6 +132,24 @@ def test_a_schedule_whose_peak_is_not_the_learning_rate_is_refused(kind, rate, o
 def test_a_schedule_that_ends_above_the_learning_rate_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match=r"polynomial and .* make no schedule: lr_end.*; --learning_rate is 0.001$"):
         check(0, 0, {"lr_end": 0.01}, learning_rate=0.001, lr_scheduler_type="polynomial")
+
+
+@pytest.mark.parametrize(
+    "kind, rate, own, told",
+    [
+        ("greedy", 5e-4, {}, "keep it between 0.001 and 1; give min_lr below it, and max_lr, as"),
+        ("greedy", 5e-4, {"min_lr": 1e-6}, "keep it between 1e-06 and 1; give"),
+        ("greedy", 5e-4, {"min_lr": 1e-6, "max_lr": 1e-4}, "keep it between 1e-06 and 0.0001; give"),
+        ("greedy", 5e-4, {"min_lr": 1e-6, "max_lr": 5e-4}, None),
+        ("greedy", 5e-4, {"min_lr": 1e-6, "max_lr": 1.0}, None),
+        ("reduce_lr_on_plateau", 5e-4, {"min_lr": 0.01}, "keep it between 0.01 and 0.0005; give min_lr below it as"),
+        ("reduce_lr_on_plateau", 5e-4, {}, None),
+    ],
+)
+def test_a_rate_that_follows_a_metric_has_room_below_it_and_above_it_what_was_given(kind, rate, own, told):
+    """Whose bounds are rates, not shares: greedy's own would raise most recipes' at once, and never lower them."""
+    with nullcontext() if told is None else pytest.raises(ValueError, match=re.escape(told)):
+        check(0, 0, own, learning_rate=rate, lr_scheduler_type=kind, eval_strategy="steps")
 
 
 @pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])

@@ -68,15 +68,6 @@ def test_words_of_chatml_token_by_token():
     assert tokens[mask.index(True) - 2 : mask.index(True)] == ["assistant", "\n"]
 
 
-def test_an_end_behind_a_mark_that_closes_the_answer_is_trained():
-    """As where the mark closes thoughts too, so that the target does not stop at it."""
-    tokenizer = byte_tokenizer(template("chatml").replace("'<|im_end|>'", "'<|im_end|></s>'"))
-    ids, mask = ChatRenderer(tokenizer, (2,)).conversation(CHAT)[:2]
-    assert [run[-17:] for run in trained_runs(tokenizer, ids, mask)] == [
-        f"{turn['content'][-3:]}<|im_end|></s>" for turn in CHAT if turn["role"] == "assistant"
-    ]
-
-
 def test_a_comment_that_names_a_generation_block_is_none():
     tokenizer = word_tokenizer("{# no {% generation %} here #}" + template("chatml"), "Hi user assistant .")
     _, mask = render_conversation(

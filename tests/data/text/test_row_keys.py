@@ -393,7 +393,7 @@ def test_what_is_empty_or_off_is_absent_at_every_depth(tmp_path):
         chat | {"label": True, "is_rejected": False, "row_source": "web", "num_turns": 2, "score_ids": ["a-1", 2]},
     ]
     found = [extra for messages, extra in read(tmp_path, *rows)[0] if messages == [USER, ANSWER]]
-    assert found == [{"enable_thinking": False}, {}, {}, {}, {}]
+    assert found == [{"custom_instructions": "", "enable_thinking": False}, {}, {}, {}, {}]
     with pytest.raises(ConversationError, match="is a text, 'false'; write true or false unquoted"):
         read(tmp_path, chat | {"chat_template_kwargs": {"clear_thinking": "false"}})
     with pytest.raises(ConversationError, match="an empty answer"):

@@ -17,7 +17,7 @@ from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.errors import ControlTokenError
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from draft_heads.data.text.template_probe import SOME
-from draft_heads.data.text.token_spans import answer_tokens, scaffold_end
+from draft_heads.data.text.token_spans import AnswerForm, answer_tokens, scaffold_end
 from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.generation import TextPieces, prompt_ids
 from draft_heads.inference.target.target import Target
@@ -151,8 +151,36 @@ def test_text_that_is_a_special_token_stays_in_an_answer():
     target = own_target(tokenizer)
     assert target.answer_text(ids) == text
     assert ChatRenderer(tokenizer).answer_text(ids, target.end_token_ids) == (text, True)
-    pieces = TextPieces(tokenizer, scaffold=target.scaffold)
+    pieces = TextPieces(tokenizer, form=target.answer_form)
     assert pieces.add(ids[:-1]) + pieces.end() == text
+
+
+@pytest.mark.parametrize("closing", ["<|im_end|>", "<|im_end|>response<|im_start|><|im_end|>message<|im_start|>"])
+def test_all_that_closes_an_answer_is_trained_and_no_later_prompt_has_it_twice(closing):
+    """As where a mark closes thoughts too, so that the target does not stop at it (HyperCLOVA X, Kimi K3)."""
+    thought = "{% if m.thinking %}{{ m.thinking + '<|im_end|><|im_start|>assistant\n' }}{% endif %}"
+    answers = template("chatml").replace("'<|im_end|>'", f"'{closing}</s>'")
+    tokenizer = byte_tokenizer(answers.replace("{{ m['content'] | trim", thought + "{{ m['content'] | trim"))
+    target = own_target(tokenizer)
+    renderer = target.renderer
+    assert target.end_token_ids == (2,)
+    asked, answer, question = [USER], ANSWER, USER
+    text = answer["content"]
+    ids, mask = renderer.conversation([*asked, answer])[:2]
+    assert trained_runs(tokenizer, ids, mask) == [f"{text}{closing}</s>"]
+    first, *_ = renderer.spans([*asked, answer, question, answer])[2].values()
+    said, marks = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (text, closing))
+    assert ids[slice(*first)] == [*said, *marks, 2]
+    for behind in ([*marks[:count]] for count in range(len(marks) + 1)):  # also of an answer that the limit cuts
+        for end in ([], [2]):
+            assert target.answer_text([*said, *behind, *end]) == text
+        pieces = TextPieces(tokenizer, form=target.answer_form)
+        assert pieces.add([*said, *behind]) + pieces.end() == text
+        pieces = TextPieces(tokenizer, form=target.answer_form)
+        other = tokenizer(" so", add_special_tokens=False)["input_ids"]
+        assert pieces.add([*said, *marks, *other]) + pieces.end() == f"{text}{closing} so"
+    prompt = renderer.prompt(asked) + [*said, *marks, 2] + renderer.next_turn([*asked, answer, question])
+    assert prompt == renderer.prompt([*asked, answer, question])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +209,7 @@ def test_text_with_a_thought_grows_where_the_template_writes_an_empty_one_before
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]})
     target, text = own_target(tokenizer), "<think>\nHm.\n</think>\n\nHi."
     assert tokenizer.apply_chat_template([USER, ANSWER], tokenize=False).count("<think>\n\n</think>") == 1
-    pieces = TextPieces(tokenizer, scaffold=target.scaffold)
+    pieces = TextPieces(tokenizer, form=target.answer_form)
     grown = [pieces.add([token]) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     assert "".join(grown) == text and all(grown)
 
@@ -209,14 +237,17 @@ def test_the_text_of_an_answer_in_channels_is_the_same_everywhere(answer, text):
     tokenizer = tokenizer_of("channels")
     target, ids = own_target(tokenizer), tokenizer(answer, add_special_tokens=False)["input_ids"]
     assert target.answer_text(ids) == text
-    pieces = TextPieces(tokenizer, scaffold=target.scaffold)
-    kept = answer_tokens(ids, target.end_token_ids, ())
+    pieces = TextPieces(tokenizer, form=target.answer_form)
+    kept = answer_tokens(ids, target.end_token_ids, AnswerForm())
     assert "".join(pieces.add([token]) for token in kept) + pieces.end() == text
 
 
 def test_an_answer_follows_the_first_scaffold_that_it_begins_with():
-    assert answer_tokens([7, 5, 4, 7, 8, 6, 2], [2], (7, 8)) == [6]
-    assert answer_tokens([3, 7, 8, 6, 2], [2], (7, 8)) == [3, 7, 8, 6]
+    form = AnswerForm((7, 8), (4, 5))
+    assert answer_tokens([7, 5, 4, 7, 8, 6, 2], [2], form) == [6]
+    for end in ([2], [4, 5, 2], [4], [4, 5], []):
+        assert answer_tokens([3, 7, 8, 6, *end], [2], form) == [3, 7, 8, 6]
+    assert answer_tokens([3, 4, 6, 5, 2], [2], form) == [3, 4, 6, 5]
     header = (7, 8, SOME, 9)  # as `<|channel|> final json <|message|>`
     assert scaffold_end([7, 4, 9, 5, 7, 8, 6, 9, 5], header) == 8 and scaffold_end([7, 8, 9, 5], header) == 3
     assert scaffold_end([7, 8, 6, 7, 9, 5], header) == 0 == scaffold_end([7, 8, *[6] * 9, 9], header)

@@ -9,6 +9,7 @@ import pytest
 from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.answers import in_order
 from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.text.token_spans import AnswerForm
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
@@ -136,10 +137,10 @@ def test_skipped_special_tokens_still_say_where_the_last_channel_begins(tmp_path
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     thought, shown, more = (tokenizer(word, add_special_tokens=False)["input_ids"] for word in ("hm", "a tea", "pot"))
     for skip, told in ((False, "a tea<|im_start|>pot"), (True, "a teapot")):
-        text = AnswerText(tokenizer, (), scaffold=(start, end), skips_special=skip)
+        text = AnswerText(tokenizer, (), form=AnswerForm((start, end)), skips_special=skip)
         tokens = [start, *thought, start, end, *shown, start, *more]
         assert "".join(map(text.add, tokens)) + text.end() == told
-        unfinished = AnswerText(tokenizer, ("hm",), scaffold=(start, end), skips_special=skip)
+        unfinished = AnswerText(tokenizer, ("hm",), form=AnswerForm((start, end)), skips_special=skip)
         assert "".join(map(unfinished.add, [start, *thought])) + unfinished.end() == ("" if skip else "<|im_start|>")
 
 
@@ -156,7 +157,8 @@ def test_a_stop_text_in_an_unfinished_thought_has_ended_nothing(tmp_path, ended,
             yield [token]
         result.finish_reason = ended
 
-    engine = SimpleNamespace(target=SimpleNamespace(tokenizer=tokenizer, scaffold=(start, end)), stream=stream)
+    target = SimpleNamespace(tokenizer=tokenizer, answer_form=AnswerForm((start, end)))
+    engine = SimpleNamespace(target=target, stream=stream)
     pieces = []
     job = Job([5], GenerationSettings(9), (" so",), pieces.append)
     Worker._answer(SimpleNamespace(engine=engine, metrics=ServerMetrics(4)), job)
