@@ -17,7 +17,6 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status, on_interrupt, own_command
@@ -46,6 +45,7 @@ from draft_heads.inference.evaluation.evaluate import (
 )
 from draft_heads.inference.evaluation.hf_assisted import hf_engine, parse_hf_row
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.evaluation.made_from import content_of
 from draft_heads.inference.evaluation.meter import devices_of
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, environment
 from draft_heads.inference.evaluation.samples import sample_answers
@@ -134,7 +134,9 @@ def decode_and_judge(
     # several batches, because slots are refilled and only the last ones run empty
     group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
     run = identity(options, target, benchmarks) | {"prompts": prompts}
-    processes.check_same({name: value for name, value in run.items() if name not in ("environment", "target_path")})
+    processes.check_same(
+        {name: value for name, value in run.items() if name not in ("environment", "target_files", "adapter_files")}
+    )
     with processes.first_alone() as first:
         if first:
             parts.begin(run, options.overwrite)
@@ -173,8 +175,9 @@ def decode_and_judge(
 
 
 def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """What an evaluation measures: an interrupted one goes on only if all of it is the same. The target's folder is a
-    part of it, as a fingerprint does not see all weights; it and the environment are each node's own."""
+    """What an evaluation measures: an interrupted one goes on only if all of it is the same. The target's and its
+    adapter's files are a part of it, as a fingerprint does not see all weights; they and the environment are each
+    node's own."""
     described = describe_run(options, target)
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
     model["device"] = [device.type for device in devices_of(target)]
@@ -182,7 +185,8 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
     machine = {key: value for key, value in machine.items() if key not in ("time", "threads", "waiting_threads")}
     return {
         "target": model,
-        "target_path": str(Path(target.name).resolve()) if Path(target.name).is_dir() else target.name,
+        "target_files": content_of(target.name),
+        "adapter_files": options.target_adapter and content_of(options.target_adapter),
         "settings": described["settings"] | {"threads": options.threads},
         "environment": machine,
         "drafters": options.drafters,

@@ -103,6 +103,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.conversations < LEAST:
         parser.error(f"--conversations must be at least {LEAST}, of which 64 are held out; got {args.conversations}")
+    for name in ("steps", "questions", "problems"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be 1 or more; got {getattr(args, name)}")
     args.heads = list(dict.fromkeys(args.heads))
     output = args.output.resolve()
     console = plain_console()

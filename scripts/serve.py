@@ -53,6 +53,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     check_positive(options, "max_nodes", "max_new_tokens", "max_waiting", "max_body_kib", "shutdown_seconds")
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port must lie in 0…65535; got {options.port}; write for example 8000")
+    if options.served_model_name == "":
+        raise ValueError("--served_model_name must be a text; got none; write a name, or leave it out")
     GenerationSettings(temperature=options.temperature)
     return options
 
@@ -91,7 +93,8 @@ def run() -> bool:
         )
     folder = Path(options.target)
     called = folder.resolve().name if folder.name in ("", "..") else folder.name  # of a link the name that was given
-    name = options.served_model_name or (called if folder.is_dir() else options.target)
+    name = called if folder.is_dir() else options.target
+    name = name if options.served_model_name is None else options.served_model_name
     if not key and options.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"anyone who reaches {options.host} can use this server; --api_key asks for a key", file=sys.stderr)
     limits = ServerLimits(max_new_tokens=options.max_new_tokens, temperature=options.temperature)

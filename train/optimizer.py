@@ -76,6 +76,11 @@ class MuonWithAdamW(Optimizer):
         named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         chosen = [p for name, p in named if is_for_muon(name, p, tables)]
         rest = [p for name, p in named if not is_for_muon(name, p, tables)]
+        if not chosen:
+            raise ValueError(
+                "--head_optimizer muon updates the matrices of a head beside its vocabulary tables, and this head has "
+                "none; pass --head_optimizer adamw, with its --learning_rate and --weight_decay"
+            )
         self.parts: tuple[Optimizer, ...] = ()
         super().__init__(chosen + rest, {"lr": lr})
         muon = (Muon(chosen, lr, weight_decay),) if chosen else ()

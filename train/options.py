@@ -87,8 +87,14 @@ class TrainingOptions:
         self.deepspeed = given
         check_reporting(self.report_to)
         own = self.lr_scheduler_kwargs or {}
-        if self.lr_scheduler_type in BY_METRIC and self.greater_is_better and isinstance(own, dict):
-            self.lr_scheduler_kwargs = {"mode": "max", **own}  # their default is "min"
+        if self.lr_scheduler_type in BY_METRIC and isinstance(own, dict):
+            mode = "max" if self.greater_is_better else "min"
+            if own.get("mode", mode) != mode:
+                raise ValueError(
+                    f"the mode of --lr_scheduler_kwargs follows from --metric_for_best_model, for which it is {mode}; "
+                    f"got {own['mode']!r}; leave it out"
+                )
+            self.lr_scheduler_kwargs = {**own, "mode": mode}
         if self.tokens_per_batch:
             self.accelerator_config.even_batches = False  # their numbers of rows differ
         self.idle_gpus = 0

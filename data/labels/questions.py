@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,11 @@ class QuestionNames:
         messages, extra = conversation
         last = max((number for number, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
         # checked whole: else a row that will be left out had the name of one that can be answered
-        return self._name(with_answer(messages[: last + 1], "a"), extra, whole=True) or conversation.key
+        name = self._name(with_answer(messages[: last + 1], "a"), extra, whole=True)
+        answered = any(turn["role"] == "assistant" for turn in messages[:last])
+        if name and extra and answered:  # a setting may say how much of an answer, which is unknown, a prompt shows
+            name = hashlib.sha256(json.dumps([name, extra], sort_keys=True).encode()).hexdigest()[:16]
+        return name or conversation.key
 
     def _name(self, messages: Messages, extra: dict[str, Any], whole: bool = False) -> str:
         """A digest of the prompt; "" where the template refuses the turns, or a text of them holds a control token.

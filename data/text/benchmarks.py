@@ -33,6 +33,7 @@ __all__ = ["BenchmarkError", "Question", "checked_id", "gsm8k_answer", "load_ben
 __all__ += ["prompts_checksum", "questions_checksum"]
 
 _IDS = ("question_id", "prompt_id", "id")
+_OF_DECODING = {"max_tokens", "max_new_tokens", "max_completion_tokens", "temperature"}
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,11 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
     """
     described, source = describe(name, path_or_hub_id)
     config, split = (described.config, described.split) if described else (None, None)
-    reader: Callable[[dict[str, Any], int], Question] | None = None
-    found: dict[int | str, tuple[str, Question]] = {}
+    reader: Callable[[dict[str, Any]], Question] | None = None
+    found: list[Question] = []
+    places: dict[Any, str] = {}  # of the ids that rows have
     is_copy = described is not None and source != described.source
-    for row, (place, record) in enumerate(islice(read_rows(source, split, config, is_copy=is_copy), limit)):
+    for place, record in islice(read_rows(source, split, config, is_copy=is_copy), limit):
         try:
             if isinstance(record, MalformedJson):
                 raise BenchmarkError(str(record))
@@ -124,32 +126,37 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
                 raise BenchmarkError(f"a row is an object, received {_describe(record)}")
             record = without_none(record)
             reader = reader or _reader_of(record, described, is_description(path_or_hub_id))
-            question = reader(record, row)
+            question = reader(record)
             if question.category is not None and not isinstance(question.category, str):
                 raise BenchmarkError(f"'category' is a text, received {_describe(question.category)}")
             category = question.category if (question.category or "").strip() else None
-            question = replace(question, question_id=checked_id(question.question_id), category=category)
+            question = replace(question, category=category)
             check_encodable(asdict(question))
-            if question.question_id in found and reader is _conversation:  # ids of conversations are free text
-                question = replace(question, question_id=f"{question.question_id} ({place})")
-            if question.question_id in found:
-                raise BenchmarkError(
-                    f"it has the id {question.question_id!r} of {found[question.question_id][0]}; ids must be unique: "
-                    "change one"
-                )
+            if question.question_id is not None:
+                own = checked_id(question.question_id)
+                if own in places and reader is _conversation:  # ids of conversations are free text
+                    own = f"{own} ({place})"
+                if own in places:
+                    raise BenchmarkError(f"it has the id {own!r} of {places[own]}; ids must be unique: change one")
+                places[own] = place
+                question = replace(question, question_id=own)
         except (BenchmarkError, ConversationError) as error:
             raise BenchmarkError(f"{source}, {place}: {error}") from None
         if described:
             question = replace(question, column=described.columns.get(question.category or ""))
-        found[question.question_id] = place, question
+        found.append(question)
     if not found:
         raise BenchmarkError(f"{source} holds no question; pass a file with at least one")
-    return [question for _, question in found.values()]
+    for row, question in enumerate(found):
+        if question.question_id is None:
+            numbered = reader is not _conversation and row not in places
+            found[row] = replace(question, question_id=row if numbered else f"row-{row + 1}")
+    return found
 
 
 def _reader_of(
     record: dict[str, Any], described: Description | None, own: bool
-) -> Callable[[dict[str, Any], int], Question]:
+) -> Callable[[dict[str, Any]], Question]:
     """The reader of the form that a file's first row has: the benchmark's, if it has one, before any other.
 
     own: the description was given itself, so that its prompt is meant; BenchmarkError for a row without its keys
@@ -181,7 +188,7 @@ def _reader_of(
     )
 
 
-def _fastchat(record: dict[str, Any], row: int) -> Question:
+def _fastchat(record: dict[str, Any]) -> Question:
     turns = record.get("turns", record.get("prompt"))
     reference = record.get("reference")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
@@ -191,10 +198,10 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
     reference = None if reference is None else str(reference)
     used = {"reference", "turns" if "turns" in record else "prompt"}
     rest = _system_and_extra(record, turns, used)
-    return Question(_id(record, row), record.get("category"), list(turns), reference, **rest)
+    return Question(_id(record), record.get("category"), list(turns), reference, **rest)
 
 
-def _described(known: Description, record: dict[str, Any], row: int) -> Question:
+def _described(known: Description, record: dict[str, Any]) -> Question:
     """A row whose keys a known benchmark's file names; what is not scored needs no reference."""
     record = known.flattened(record)
     for key in known.keys:
@@ -218,7 +225,7 @@ def _described(known: Description, record: dict[str, Any], row: int) -> Question
         else:
             score = None  # nothing to test an answer with
     rest = _system_and_extra(record, [asked], known.used, ", or name it under unread: of a YAML file")
-    question_id = record.get(known.id, row) if known.id else _id(record, row)
+    question_id = record.get(known.id) if known.id else _id(record)
     return Question(question_id, record.get("category"), [asked], reference, score, code=code, **rest)
 
 
@@ -228,7 +235,7 @@ def _ends_with_number(answer: str) -> bool:
     return ends and gsm8k_answer(answer) is not None
 
 
-def _conversation(record: dict[str, Any], row: int) -> Question:
+def _conversation(record: dict[str, Any]) -> Question:
     """The user's turns after the system text; recorded answers, tools' results after the last question among them, are
     not read."""
     turns, key = turns_of(record)
@@ -257,12 +264,12 @@ def _conversation(record: dict[str, Any], row: int) -> Question:
         raise BenchmarkError("the user's turns are non-empty texts, received none")
     rest["system"] = messages[0]["content"] if messages[0]["role"] == "system" else None
     rest["extra"] = without_listed(rest["system"], rest["extra"])
-    return Question(_id(record, f"row-{row + 1}"), record.get("category"), texts, **rest)
+    return Question(_id(record), record.get("category"), texts, **rest)
 
 
-def _id(record: dict[str, Any], otherwise: int | str) -> Any:
-    """The id of a row of any form, if it has one."""
-    return next((record[key] for key in _IDS if key in record), otherwise)
+def _id(record: dict[str, Any]) -> Any:
+    """The id of a row of any form, None without one."""
+    return next((record[key] for key in _IDS if key in record), None)
 
 
 def _system_and_extra(
@@ -270,6 +277,11 @@ def _system_and_extra(
 ) -> dict[str, Any]:
     """The fields `system` and `extra` of a question, of what its row has beside its id and the keys that are `used`;
     remedy: what else can be done about a key that is unknown."""
+    if asked := sorted(_OF_DECODING & record.keys() - {*used}):
+        raise BenchmarkError(
+            f"the flags say how all questions are decoded, and the key {asked[0]!r} says it of one; take it out, or "
+            f"give --{'temperature' if asked[0] == 'temperature' else 'max_new_tokens'}{remedy}"
+        )
     further = further_of_row(record, turns, {*used, *_IDS}, answers_anew=True)
     if further.unknown:
         raise BenchmarkError(f"{further.unknown[0]}; take it out{remedy}")

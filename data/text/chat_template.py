@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,6 +39,8 @@ _SWITCHES = {"true", "false", "yes", "no", "on", "off", "none", "null"}
 _OF_THOUGHTS = ("enable_thinking", "thinking")
 _QUOTED = re.compile(r'[^=,]*="(?:[^"\\]|\\.)*"')
 _SET = re.compile(r"\{% set (\w+) = (.*) %\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _OF_CONVERSATIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
 """What a chat template reads of each conversation or of the tokenizer, and has no setting for."""
 _KNOWS_THOUGHTS = re.compile("think|thought|reason|" + "|".join(map(re.escape, KNOWN_MARKS)), re.IGNORECASE)
@@ -107,7 +110,8 @@ def split_settings(chat_template: str | None) -> tuple[str | None, dict[str, Any
             settings[key] = json.loads(text, strict=False)  # with line breaks
         except ValueError:
             settings[key] = text
-        if isinstance(settings[key], list | dict):
+        finite = not isinstance(settings[key], float) or math.isfinite(settings[key])
+        if isinstance(settings[key], list | dict) or not finite:
             raise ValueError(f"a setting of a chat template is a word, a number, true or false; got {pair}; write one")
         if settings[key] == text and text.startswith('"'):
             raise ValueError(f"a setting of a chat template in quotes is a text as in JSON; got {pair}; repair it")
@@ -174,6 +178,11 @@ def reads_setting(template: str, name: str, value: Any) -> bool:
     if flags := [own[flag] for flag in _OF_THOUGHTS if flag in own]:
         return not any(flags)
     return _KNOWS_THOUGHTS.search(template) is None
+
+
+def has_generation_block(template: str) -> bool:
+    """Whether a chat template has `{% generation %}`, not in a comment."""
+    return _GENERATION_BLOCK.search(_COMMENT.sub("", template)) is not None
 
 
 def template_source(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.chat_template import reads_setting, template_source, with_whole_offsets
+from draft_heads.data.text.chat_template import has_generation_block, reads_setting, template_source, with_whole_offsets
 from draft_heads.data.text.errors import ControlTokenError, ConversationError, check_unicode
 from draft_heads.data.text.marks import (
     PLACEHOLDER,
@@ -23,8 +22,10 @@ from draft_heads.data.text.marks import (
     marked_names,
     respelled_tokens,
     texts_in,
+    unread,
     without_a_place,
 )
+from draft_heads.data.text.row_keys import MAY_BE_READ
 from draft_heads.data.text.template_probe import (
     QUESTION,
     SAMPLE_TOOLS,
@@ -42,8 +43,6 @@ Extra = Mapping[str, Any] | None
 _OF_A_RESULT = ("tool_call_id", "name")  # name the call that a tool's turn answers; templates may do without
 
 _OF_THOUGHTS = frozenset({*MARKS, *MARKS.values()})
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
@@ -68,8 +67,7 @@ class ChatText:
         self.tokenizer = tokenizer
         self._splits = with_whole_offsets(tokenizer)
         self._respelled = respelled_tokens(tokenizer)
-        template = tokenizer.get_chat_template()
-        self.has_generation_block = bool(_GENERATION_BLOCK.search(_COMMENT.sub("", template)))
+        self.has_generation_block = has_generation_block(tokenizer.get_chat_template())
         self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
         added, no_mark = tokenizer.added_tokens_decoder, {tokenizer.bos_token_id, tokenizer.unk_token_id}
         special = {*tokenizer.all_special_ids, *(token for token in added if added[token].special)}
@@ -220,15 +218,6 @@ class ChatText:
             except ConversationError:  # refused: without the key it is another conversation
                 return None
 
-        def unread(name: str, marks: dict[str, str], texts: Iterable[str | None]) -> str | None:
-            """Which of the marks, or all of `name`, is in none of the texts."""
-            lost = dict(marks)
-            for text in texts:  # whose letters a template may write small or large
-                lost = {mark: place for mark, place in lost.items() if mark.lower() not in (text or "").lower()}
-                if not lost:
-                    return None
-            return repr(name if len(lost) == len(marks) else next(iter(lost.values())))
-
         template = self.tokenizer.get_chat_template(tools=extra.get("tools"))
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
         asked = messages[: users[-1] + 1] if users else messages
@@ -250,7 +239,7 @@ class ChatText:
             if not read:
                 return repr(name)
         for number, message in enumerate(messages):
-            for name in sorted(message.keys() - {"role", "content", "trained"}):
+            for name in sorted(message.keys() - {"role", "content", "trained", MAY_BE_READ}):
                 if message["role"] == "tool" and name in _OF_A_RESULT:
                     continue
                 without, ends = list(messages), (number + 1, len(messages))

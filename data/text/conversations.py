@@ -24,7 +24,7 @@ from unicodedata import normalize
 from draft_heads.configs.options import option
 from draft_heads.data.text.json_files import MalformedJson
 from draft_heads.data.text.json_rows import is_file, read_rows
-from draft_heads.data.text.metadata_keys import notes_of
+from draft_heads.data.text.metadata_keys import notes_of, notes_of_turns
 from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TRAINED
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Extra, Messages
 from draft_heads.data.text.roles import ROLE_KEYS, is_answer
@@ -162,6 +162,7 @@ def read_conversations(
         if not conversation.messages:
             continue
         notes.update(notes_of(record))
+        notes.update(f"{key} of a turn" for key in notes_of_turns(record))
         conversation, listed_before = _with_tools_once(conversation)
         in_system += listed_before
         if asked is not None:
@@ -292,6 +293,8 @@ def _sound_turns(
             if generate and isinstance(turn, dict):  # whose answer is not read, nor what is said of it
                 read = {*ROLE_KEYS, *TEXT_KEYS, *TRAINED} if is_answer(turn) else turn.keys() - OF_THE_ANSWER
                 turn = {name: value for name, value in turn.items() if name in read}
+                if is_answer(turn):
+                    turn |= {name: "" for name in TEXT_KEYS if not isinstance(turn.get(name, ""), str)}
             message, left_out = message_of(turn, names)
             check_encodable(message)
             fault = _fault(message, messages, generate)
@@ -358,7 +361,12 @@ def check_encodable(*values: Any) -> None:
     def other(value: Any) -> Any:
         raise ConversationError(f"a value that JSON has not, a {type(value).__name__}; write it as a text")
 
-    text = json.dumps(values, ensure_ascii=False, default=other)
+    try:
+        text = json.dumps(values, ensure_ascii=False, default=other, allow_nan=False)
+    except ConversationError:
+        raise
+    except ValueError:
+        raise ConversationError("a number that JSON has not, infinite or NaN; write it as a text") from None
     if _encodable(text) != text:
         raise ConversationError("half a surrogate pair, which is no character")
 

@@ -4,7 +4,7 @@ in place of those of the input; and which tokens a text has that mark turns."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -56,6 +56,16 @@ def marked_calls(calls: Sequence[Any], marks: dict[str, str], names: bool = True
             changed = {**changed, "arguments": {**arguments, mark: mark}}
         found.append({**call, "function": changed} if "function" in call else changed)
     return found
+
+
+def unread(name: str, marks: Mapping[str, str], texts: Iterable[str | None]) -> str | None:
+    """Which of the marks, or all of `name`, is in none of the texts."""
+    lost = dict(marks)
+    for text in texts:  # whose letters a template may write small or large
+        lost = {mark: place for mark, place in lost.items() if mark.lower() not in (text or "").lower()}
+        if not lost:
+            return None
+    return repr(name if len(lost) == len(marks) else next(iter(lost.values())))
 
 
 def without_a_place(text: str, parts: Mapping[int, str]) -> set[int]:

@@ -35,8 +35,9 @@ METADATA = {
     *("score", "scores", "rating", "ratings", "reward", "rank", "quality", "input_quality", "quality_explanation"),
     *("reward_model", "instruct_reward", "min_neighbor_distance", "min_similar_uuid", "llama_guard_2"),
     *("task_category", "other_task_category", "gen_response_configs", "pre_query_template"),
-    *("turn", "turns", "turn_identifier", "length", "tokens", "used_in_training", "skip_prompt_formatting"),
+    *("turn", "turns", "turn_identifier", "length", "tokens", "skip_prompt_formatting"),
     *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
+    *("prompt_cache_breakpoint",),
     "parallel_tool_calls",
 }
 _TASKS = {"task", "subtask", "info"}
@@ -85,6 +86,15 @@ def notes_of(record: Mapping[str, Any]) -> list[str]:
     """The keys of a row that are passed over as notes on its text, and hold words all the same."""
     known = (key for key in record if key != "id" and (key in METADATA or _METADATA_FORM.fullmatch(key)))
     return [key for key in known if any(" " in text.strip() or _is_long(text) for text in _texts(record[key]))]
+
+
+def notes_of_turns(record: Mapping[str, Any]) -> list[str]:
+    """The same of its turns and of the parts of their texts, each key once."""
+    turns = [turn for value in record.values() if isinstance(value, list) for turn in value]
+    turns = [turn for turn in turns if isinstance(turn, Mapping)]
+    parts = [part for turn in turns for text in turn.values() if isinstance(text, list) for part in text]
+    found = [key for one in (*turns, *parts) if isinstance(one, Mapping) for key in notes_of(one)]
+    return sorted({*found} - {"type"})
 
 
 def _is_short(value: Any) -> bool:

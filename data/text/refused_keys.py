@@ -11,10 +11,12 @@ TRAINED = ("trained", "train", "training", "weight", "loss")
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files", "attachment", "attachments"}
 _MEDIA_FORM = re.compile(r"(\w+_)?(attachment|image|video|audio|photo|picture|screenshot)s?_urls?")
 _WANTED = {"label", "is_chosen", "is_preferred", "is_correct", "is_good"}
-_WANTED |= {"is_accepted", "is_selected", "is_approved", "is_valid", "is_complete"}
+_WANTED |= {"is_accepted", "is_selected", "is_approved", "is_valid", "is_complete", "used_in_training"}
 """Keys that are true of an answer that is wanted; `label` is KTO's, and other datasets have names and numbers there."""
 _UNWANTED = {"is_rejected", "is_bad", "is_wrong", "is_incorrect"}
-_UNWANTED |= {"is_invalid", "is_spam", "is_deleted", "deleted", "is_truncated", "truncated"}
+_UNWANTED |= {"is_invalid", "is_spam", "is_deleted", "deleted", "is_truncated", "truncated", "is_error", "has_error"}
+_UNWANTED |= {"has_errors", "is_failed", "is_refusal", "is_refused", "is_broken", "is_corrupted", "is_incomplete"}
+_UNWANTED |= {"is_low_quality", "is_hallucination", "has_hallucination", "has_hallucinations"}
 OF_THE_ANSWER = _WANTED | _UNWANTED
 """Keys that say whether an answer is wanted; they ask nothing where the target writes it anew, and of another turn."""
 _NOT_READ = _MEDIA | {"chosen", "rejected", "instructions", "history", "response_format", "input_ids", "token_ids"}

@@ -222,8 +222,8 @@ class ChatRenderer(ChatText):
 
     def end_of_turn(self) -> int | None:
         """The added token the template closes an answer with, None when it has none."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}]
-        text = self.text(messages)
+        asked = {"role": "user", "content": "a"}
+        text = self.text([*self.probe.opening, asked, {"role": "assistant", "content": PLACEHOLDER}])
         ids, offsets = self._encode(text)
         end = end_of_placeholder(text, PLACEHOLDER)
         found = next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._marks), None)

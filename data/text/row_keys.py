@@ -37,8 +37,10 @@ ARGUMENTS |= {"tools_in_user_message", "date_string", "model_identity"}
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TURN_TEXTS = (*THOUGHTS, "name", "tool_call_id")
+MAY_BE_READ = "metadata"
 TOOL_CALLS = "tool_calls"
-"""Further keys of a turn that chat templates read: texts, and the calls of an assistant's turn."""
+"""Further keys of a turn that chat templates read: texts, GLM-4's text after the role, which is metadata to others, and
+the calls of an assistant's turn."""
 
 COPIES = {"prompt", "instruction", "input", "question", "query", "text", "context"}
 COPIES |= {"output", "response", "answer", "completion"}
@@ -157,6 +159,8 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
         elif key in TURN_TEXTS:
             if not isinstance(value, str):
                 raise ConversationError(f"{key!r} of a turn is a text, received {type(value).__name__}")
+            message[key] = value
+        elif key == MAY_BE_READ and isinstance(value, str):
             message[key] = value
         elif key == TOOL_CALLS:
             if calls := _tool_calls(value):

@@ -6,6 +6,7 @@ A sample's texts are unlike any other, so that all else in its rendering is the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -77,7 +78,19 @@ class TemplateProbe:
         self, source: str, render: Render, encode: Encode, special: frozenset[int], added: frozenset[int]
     ) -> None:
         """special: special tokens that are no text, end tokens included; added: also tokens that are never split."""
-        self._source, self._render, self._encode, self._special, self._added = source, render, encode, special, added
+        self._source, self._rendering, self._encode, self._special, self._added = source, render, encode, special, added
+
+    @cached_property
+    def opening(self) -> Messages:
+        """What stands before the samples: a system text where the template refuses conversations without."""
+        for opening in ([], [RULES]):
+            with suppress(ValueError):
+                self._rendering([*opening, QUESTION, ANSWER], False)
+                return opening
+        return []
+
+    def _render(self, messages: Messages, prompt: bool) -> str:
+        return self._rendering(messages if messages[0] is RULES else [*self.opening, *messages], prompt)
 
     @cached_property
     def closing(self) -> frozenset[int] | None:

@@ -101,15 +101,20 @@ def guarded_route(api_key: str | None) -> type[APIRoute]:
                     raise APIError(401, message, "invalid_api_key")
                 body = await request.body()
                 try:
-                    parse_json(body.decode(json.detect_encoding(body), "replace"))  # as FastAPI reads it
+                    parse_json(body.decode(json.detect_encoding(body), "surrogatepass"))  # as FastAPI reads it
                 except RepeatedKey as error:  # FastAPI would keep the last value
                     raise APIError(400, f"the body's JSON: {error}") from error
                 except RecursionError:
                     raise APIError(
                         400, "the body's JSON is nested too deeply; take out what is not asked for"
                     ) from None
-                except ValueError:  # the route says what is wrong with it
+                except json.JSONDecodeError:  # the route says what is wrong with it
                     pass
+                except UnicodeDecodeError as error:
+                    told = f"the body must be text in UTF-8, not compressed; {error.reason} at byte {error.start + 1}"
+                    raise APIError(400, f"{told}; send it as UTF-8") from None
+                except ValueError as error:  # a number of thousands of digits
+                    raise APIError(400, f"the body's JSON cannot be read: {error}; write it otherwise") from None
                 return await handle(request)
 
             return guarded
@@ -134,7 +139,7 @@ def create_app(
     api = APIRouter(prefix="/v1", route_class=guarded_route(api_key))
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "draft-heads"}
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return JSONResponse({"status": "ok"}) if worker.alive else JSONResponse({"status": "closed"}, 503)
 

@@ -56,7 +56,14 @@ IGNORED = frozenset(
     (
         # whom or what a request is for, and what a provider keeps of it
         *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
-        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_prompt", "cache_salt"),
+        *(
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "cache_prompt",
+            "cache_salt",
+            "prediction",
+        ),
         *("request_id", "rid"),
         # details of methods that are off, see above
         *("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold"),
@@ -64,6 +71,13 @@ IGNORED = frozenset(
     )
 )
 """Parameters whose values never change an answer."""
+
+
+def neutral_in(given: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """`NEUTRAL` for one request, with values that change nothing beside its others."""
+    bias = given.get("logit_bias")
+    zero = isinstance(bias, dict) and all(is_neutral(one, (0,)) for one in bias.values())
+    return NEUTRAL | {"best_of": (given.get("n") or 1,), "logit_bias": ({}, [], bias if zero else None)}
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -18,7 +18,7 @@ from draft_heads.inference.generation import GenerationSettings, prompt_ids, roo
 from draft_heads.inference.sampling import SEEDS, seed_of
 from draft_heads.inference.serving.errors import APIError
 from draft_heads.inference.serving.fields import Limit, Number, Switch, Text, Whole, must_be, shown
-from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, LEFT_OUT, NEUTRAL, WHOLE_TEXT, is_neutral
+from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, LEFT_OUT, WHOLE_TEXT, is_neutral, neutral_in
 from draft_heads.inference.target.target import Target
 
 _LONG_CHAT = 32  # messages
@@ -95,7 +95,7 @@ class DecodingRequest(BaseModel):
     def _refuse_what_would_be_ignored(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        neutral = NEUTRAL | cls.neutral
+        neutral = neutral_in(given) | cls.neutral
         for name in neutral.keys() & given.keys():
             if not is_neutral(given[name], neutral[name]):
                 raise unusable(name, f"{name} is not supported; got {shown(given[name])}; leave it out")

@@ -55,12 +55,17 @@ class Architecture:
                 f"the target must be a decoder with full or sliding-window attention; {name} has layers of type "
                 f"{', '.join(unknown)}; pick another target"
             )
+        if keep := getattr(config, "keep_window_size", None):  # Doge's; our masks are longer than a text
+            raise ValueError(
+                f"a target must attend to the same keys whatever the length of its mask; {name} drops some of one "
+                f"longer than keep_window_size, {keep}; pick another target"
+            )
         read = "use_sliding_window" in _code(config) + _code(decoder)
         uses_window = not read or getattr(config, "use_sliding_window", True) is not False
         if uses_window and layer_types and not _varies(config) and getattr(config, "sliding_window", None):
             code = _code(decoder)
-            if "sliding_window" in code and "layer_type" not in code:
-                layer_types = []  # Mistral's and Mixtral's layers all slide, whatever types a config gives them
+            if "layer_type" not in code and ("sliding_window" in code or "sliding_attention" in layer_types):
+                layer_types = []  # Mistral's and Mixtral's layers all slide, and Llama's none, whatever a config says
         by_layer_type = "sliding_attention" in layer_types
         slides = by_layer_type if layer_types else uses_window
         window = _window(config, name) if slides else None

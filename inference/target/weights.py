@@ -24,16 +24,17 @@ class WeightsSeen:
 
     Compared are the modules, their forwards with the hooks on them, the parameters and buffers themselves, their
     addresses and the counters of their updates, the window, and the numbers that modules and logits are computed with.
-    An update through `.data` changes none of these, so in float32 on a CPU, where the decoder holds copies, about one
-    value of each row is compared too: of [N, K] those at 0, K+1, 2(K+1), … of all. Elsewhere the decoder reads the
-    updated memory itself.
+    An update through `.data` changes none of these, so in float32 on a CPU, where the decoder holds copies, one value
+    of each row is compared too: of [N, K] that of row r in column r mod K. Elsewhere the decoder reads the updated
+    memory itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._held, self._numbers = _held(model)
         parameters = [one for one in self._held if isinstance(one, nn.Parameter)]
         self.place = parameters[0].device, parameters[0].dtype
-        self._views = [_sampled(one) for one in parameters if one.device.type == "cpu" and one.dtype == torch.float32]
+        read = (one for one in parameters if one.device.type == "cpu" and one.dtype == torch.float32)
+        self._views = [view for one in read for view in _sampled(one)]
         self._values = self._sample()
 
     def still_in(self, model: nn.Module) -> bool:
@@ -47,7 +48,7 @@ class WeightsSeen:
         )
 
     def _sample(self) -> bytes:
-        return np.concatenate(self._views).tobytes() if self._views else b""
+        return b"".join(view.tobytes() for view in self._views)
 
 
 def _held(model: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -97,10 +98,14 @@ def _updates(tensor: Tensor) -> int:
         return 0
 
 
-def _sampled(parameter: Tensor) -> NDArray[np.float32]:
-    """A view of about one value of each row: it shows what is in the memory whenever it is read."""
+def _sampled(parameter: Tensor) -> list[NDArray[np.float32]]:
+    """Views of one value of each row, of row r that in column r mod the width: they show what is in the memory whenever
+    they are read."""
     values = parameter.detach().numpy().ravel(order="K")
-    return values[:: parameter.shape[-1] + 1 if parameter.ndim > 1 else 1]
+    width = parameter.shape[-1] if parameter.ndim > 1 and parameter.numel() else 1
+    whole = values.size // width**2  # squares of rows, whose diagonals they are
+    squares, rest = values[: whole * width**2].reshape(whole, width**2), values[whole * width**2 :]
+    return [squares[:, :: width + 1], rest[:: width + 1]]
 
 
 def merge_weights(target: Target) -> None:

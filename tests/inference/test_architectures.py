@@ -200,6 +200,21 @@ def test_a_class_of_a_notebook_slides_as_the_one_that_it_inherits_from():
     assert target.layer_types == ["sliding_attention"] * 2 and target.max_positions == 256
 
 
+def test_types_of_layers_that_a_models_code_does_not_read_are_none():
+    """A Llama's config with a window and sliding layers: its attention is full, and the cache of `generate` slides."""
+    target = Target(_model("llama", sliding_window=32, layer_types=["sliding_attention"] * 2), name="llama")
+    prompt = [1 + 7 * i % 210 for i in range(20)]
+    answer = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0, 20:].tolist()
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, GenerationSettings(20, ()))
+    assert generated.tokens == answer and generated.finish_reason == "context"
+    assert target.layer_types == ["full_attention"] * 2
+
+
+def test_attention_that_depends_on_the_length_of_its_mask_is_refused():
+    with pytest.raises(ValueError, match=r"drops some of one longer than keep_window_size, 2048; pick another target"):
+        Target(_model("doge"), name="small")
+
+
 def test_windows_that_differ_from_layer_to_layer_are_refused():
     listed, layered = (_model(one) for one in ("llama", "mistral"))
     listed.config.sliding_window = [64, None]  # of a config that does not declare it, so that it is not checked

@@ -126,11 +126,14 @@ def test_a_run_does_not_go_on_with_the_target_of_another_folder(command, target,
         raise KeyboardInterrupt
 
     shutil.copytree(target, tmp_path / "tuned")
+    weights = bytearray((tmp_path / "tuned/model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "tuned/model.safetensors").write_bytes(weights)
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "judge_decoded", interrupted)
         assert evaluate.main(command) == 130
     assert evaluate.main([*command, "--target", str(tmp_path / "tuned")]) == 2
-    assert f"with other settings (target_path was '{target}', now '{tmp_path / 'tuned'}')" in capsys.readouterr().err
+    assert "with other settings (target_files.model.safetensors was '" in capsys.readouterr().err
     assert evaluate.main([*command, "--target", f"{target}/../{target.name}"]) == 0
 
 
@@ -243,6 +246,7 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--drafters", "transformers,prompt_lookup=3"], "write e.g. hf_lookup=transformers,prompt_lookup=10"),
         (["--drafters", "x=transformers,lookup=3"], "got 'x=transformers,lookup=3'; write e.g. hf_lookup="),
         (["--drafters", "x=transformers,prompt_lookup=0"], "1 or more; got '0'; write 10"),
+        (["--drafters", "x=transformers,assistant="], "hub id of a model; got nothing in 'x=transformers,assistant='"),
         (["--drafters", "transformers=transformers,prompt_lookup=3"], "under another name; got 'transformers=transf"),
         (["--drafters", "a/b=transformers,prompt_lookup=3"], "a drafter is NAME or NAME=[KIND:]PATH[,key=value…][+"),
         (["--drafters", "=transformers,prompt_lookup=3"], "got '=transformers,prompt_lookup=3'; write e.g. ctc="),

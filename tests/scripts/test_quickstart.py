@@ -128,11 +128,18 @@ def test_what_to_type_next_begins_with_the_environment_where_it_is_not_active(mo
     assert quickstart.next_commands() == [f". {here}/activate", *quickstart.NEXT]
 
 
-def test_too_few_conversations_are_refused_before_anything_is_done(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output", str(tmp_path / "out"), "--conversations", "60"])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--conversations 60", "--conversations must be at least 80, of which 64 are held out; got 60"),
+        *((f"--{name} 0", f"--{name} must be 1 or more; got 0") for name in ("steps", "questions", "problems")),
+    ],
+)
+def test_too_little_to_train_or_measure_is_refused_before_anything_is_done(tmp_path, monkeypatch, capsys, given, told):
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output", str(tmp_path / "out"), *given.split()])
     with pytest.raises(SystemExit):
         quickstart.main()
-    assert "--conversations must be at least 80, of which 64 are held out; got 60" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -39,14 +39,19 @@ def test_muon_gets_the_matrices_asked_for_and_adamw_the_rest():
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("tables,kind", [((), Muon), (("weight",), torch.optim.AdamW)])
-def test_a_head_may_have_parameters_of_one_sort_only(tables, kind):
+def test_a_head_may_have_no_parameters_beside_those_of_muon():
     matrix = nn.Parameter(torch.ones(3, 2))
-    optimizer = MuonWithAdamW([("weight", matrix)], tables, 0.01, 0.1, (0.9, 0.999))
-    assert [type(part) for part in optimizer.parts] == [kind]
+    optimizer = MuonWithAdamW([("weight", matrix)], (), 0.01, 0.1, (0.9, 0.999))
+    assert [type(part) for part in optimizer.parts] == [Muon]
     matrix.sum().backward()
     optimizer.step()
     assert not torch.equal(matrix, torch.ones(3, 2))
+
+
+def test_a_head_of_vocabulary_tables_alone_has_nothing_for_muon():
+    """Whose rate and weight decay would be another optimizer's, or none's."""
+    with pytest.raises(ValueError, match="this head has none; pass --head_optimizer adamw, with its --learning_rate"):
+        MuonWithAdamW([("weight", nn.Parameter(torch.ones(3, 2)))], ("weight",), 0.01, 0.1, (0.9, 0.999))
 
 
 def test_a_schedule_reaches_both_parts():

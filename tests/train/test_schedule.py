@@ -79,7 +79,7 @@ def test_a_schedule_by_time_refuses_what_its_own_warm_up_would_replace(kind, own
     [
         ("accuracy_1", {}, (0.1, 0.2, 0.3), 1),  # it grows, which is better
         ("accuracy_1", {}, (0.3, 0.2, 0.1), 0.25),
-        ("accuracy_1", {"mode": "min"}, (0.1, 0.2, 0.3), 0.25),
+        ("accuracy_1", {"mode": "max"}, (0.3, 0.2, 0.1), 0.25),
         ("loss", {}, (0.1, 0.2, 0.3), 0.25),
     ],
 )
@@ -95,6 +95,16 @@ def test_a_schedule_that_follows_a_metric_knows_which_way_is_better(kind, metric
         schedule.step(value)
     # greedy raises a rate that may be raised; its most is 1
     assert optimizer.param_groups[0]["lr"] == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("accuracy_1", "min"), ("loss", "max")])
+def test_a_schedule_that_follows_a_metric_has_no_mode_of_its_own(metric, mode):
+    """By which better evaluations would lower the rate."""
+    own = json.dumps({"mode": mode})
+    flags = ["--target", "tests/tiny_target", "--dataset", "d", "--output_dir", "r", "--use_cpu", "--max_steps", "9"]
+    flags += ["--lr_scheduler_type", "reduce_lr_on_plateau", "--lr_scheduler_kwargs", own]
+    with pytest.raises((ValueError, SystemExit)):
+        parse_options(CTCConfig, [*flags, "--metric_for_best_model", metric])
 
 
 def check(steps, minutes=0, own=None, **options):

@@ -98,6 +98,19 @@ def test_user_turns_of_conversations_are_asked(tmp_path):
     ]
 
 
+def test_the_places_of_rows_are_no_ids_of_others(tmp_path):
+    rows = [{"turns": ["a"]}, {"question_id": 0, "turns": ["b"]}, {"turns": ["c"]}]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = load_benchmark("own", str(tmp_path / "q.jsonl"))
+    assert [(one.question_id, one.turns) for one in found] == [("row-1", ["a"]), (0, ["b"]), (2, ["c"])]
+
+
+@pytest.mark.parametrize(("key", "flag"), [("max_tokens", "max_new_tokens"), ("temperature", "temperature")])
+def test_a_question_that_asks_for_other_decoding_is_refused(tmp_path, key, flag):
+    with pytest.raises(BenchmarkError, match=rf"the key '{key}' says it of one; take it out, or give --{flag}"):
+        load_benchmark("own", write(tmp_path / "q.jsonl", {"turns": ["a"], key: 1}))
+
+
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 

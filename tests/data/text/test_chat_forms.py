@@ -7,7 +7,7 @@ from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
-from draft_heads.data.text.token_spans import answer_tokens
+from draft_heads.data.text.token_spans import PLAIN, answer_tokens
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, render_conversation, render_prompt, trained_runs
 
@@ -210,4 +210,4 @@ def test_what_an_answer_in_channels_says_is_its_last_channel():
     answer = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>final<|message|>One.<|return|>"
     ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
     assert ChatRenderer(tokenizer).answer_text(ids, ids[-1:]) == ("One.", False)
-    assert answer_tokens([5, 6], [], ()) == [5, 6] and answer_tokens([], [], ()) == []
+    assert answer_tokens([5, 6], [], PLAIN) == [5, 6] and answer_tokens([], [], PLAIN) == []

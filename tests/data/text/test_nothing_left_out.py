@@ -7,7 +7,7 @@ import pytest
 
 from draft_heads.data.datastore_build import build_datastore
 from draft_heads.data.text.chat_template import template_variables
-from draft_heads.data.text.conversations import parse_record
+from draft_heads.data.text.conversations import _sound_part, parse_record
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from tests.tiny_chat import STYLES, byte_tokenizer, template, trained_runs
 
@@ -331,3 +331,55 @@ def test_the_thoughts_of_an_earlier_answer_may_go():
     )
     thought = {"role": "assistant", "content": "<think>French it is.</think>Salut"}
     assert "French" not in silent.tokenizer.decode(silent.prompt([USER, thought, USER]))
+
+
+@pytest.mark.parametrize("key", ["context", "instruction", "input", "prompt", "question"])
+def test_a_passage_that_an_answer_quotes_is_nowhere_in_its_question(key):
+    row = {key: "The code is 42.", "messages": [USER, {"role": "assistant", "content": "The code is 42."}]}
+    asked = {key: "Hi", "messages": row["messages"]}
+    for generate in (False, True):
+        assert not _sound_part("row 1", asked, generate)[2]
+        (fault,) = _sound_part("row 1", row, generate)[2]
+        assert fault.reason.startswith(f"the key '{key}' holds text that no turn has")
+    said = row | {key: "", "output": "The code is 42."}
+    assert not _sound_part("row 1", said)[2] and not _sound_part("row 1", said, True)[2]
+
+
+def test_an_empty_setting_is_no_missing_one():
+    """Llama 3.1's form writes a date of its own where none is given."""
+    dated = renderer(
+        "{% if not date_string is defined %}{% set date_string = '26 Jul' %}{% endif %}Today: {{ date_string }};"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|end|>' }}{% endfor %}",
+        "<|end|>",
+    )
+    for value, told in (("", "Today: ;"), ("1 May", "Today: 1 May;"), (None, "Today: 26 Jul;")):
+        row = {"messages": [USER, ANSWER], "chat_template_kwargs": {"date_string": value, "tools": "", "other": ""}}
+        messages, extra = parse_record(row)
+        assert dated.checked_text(messages, extra=extra).startswith(told)
+
+
+def test_metadata_that_a_template_writes_beside_a_role_reaches_it():
+    """GLM-4's form: the name of the tool that a turn calls."""
+    form = "{% for m in messages %}<|start|>{{ m.role }} {{ m.metadata }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    row = {"messages": [USER, ANSWER | {"metadata": "get_weather"}]}
+    messages, extra = parse_record(row)
+    assert "assistant get_weather<|message|>Salut" in renderer(form, "<|end|>").checked_text(messages, extra=extra)
+    plain = renderer(form.replace(" {{ m.metadata }}", ""), "<|end|>").checked_text(messages, extra=extra)
+    assert "assistant<|message|>Salut" in plain
+
+
+def test_a_verdict_on_an_answer_is_no_note():
+    for verdict in ({"is_error": True}, {"has_errors": "true"}, {"is_refusal": True}, {"used_in_training": False}):
+        for row in ({"messages": [USER, ANSWER | verdict]}, {"messages": [USER, ANSWER], **verdict}):
+            with pytest.raises(ConversationError, match=f"the key '{next(iter(verdict))}'"):
+                parse_record(row)
+    parse_record({"messages": [USER, ANSWER | {"is_error": False, "used_in_training": True}]})
+
+
+def test_answers_that_are_written_anew_may_have_any_form():
+    parts = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Salut"}]
+    for content in (parts, 42, [{"type": "image_url", "image_url": {"url": "x"}}]):
+        row = {"messages": [USER, {"role": "assistant", "content": content}, {"role": "user", "content": "More"}]}
+        conversation = _sound_part("row 1", row, True)[1]
+        assert [turn["content"] for turn in conversation.messages] == ["Hi", "", "More"]
+        assert _sound_part("row 1", row)[2]

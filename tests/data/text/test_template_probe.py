@@ -155,34 +155,6 @@ def test_text_that_is_a_special_token_stays_in_an_answer():
     assert pieces.add(ids[:-1]) + pieces.end() == text
 
 
-@pytest.mark.parametrize("closing", ["<|im_end|>", "<|im_end|>response<|im_start|><|im_end|>message<|im_start|>"])
-def test_all_that_closes_an_answer_is_trained_and_no_later_prompt_has_it_twice(closing):
-    """As where a mark closes thoughts too, so that the target does not stop at it (HyperCLOVA X, Kimi K3)."""
-    thought = "{% if m.thinking %}{{ m.thinking + '<|im_end|><|im_start|>assistant\n' }}{% endif %}"
-    answers = template("chatml").replace("'<|im_end|>'", f"'{closing}</s>'")
-    tokenizer = byte_tokenizer(answers.replace("{{ m['content'] | trim", thought + "{{ m['content'] | trim"))
-    target = own_target(tokenizer)
-    renderer = target.renderer
-    assert target.end_token_ids == (2,)
-    asked, answer, question = [USER], ANSWER, USER
-    text = answer["content"]
-    ids, mask = renderer.conversation([*asked, answer])[:2]
-    assert trained_runs(tokenizer, ids, mask) == [f"{text}{closing}</s>"]
-    first, *_ = renderer.spans([*asked, answer, question, answer])[2].values()
-    said, marks = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (text, closing))
-    assert ids[slice(*first)] == [*said, *marks, 2]
-    for behind in ([*marks[:count]] for count in range(len(marks) + 1)):  # also of an answer that the limit cuts
-        for end in ([], [2]):
-            assert target.answer_text([*said, *behind, *end]) == text
-        pieces = TextPieces(tokenizer, form=target.answer_form)
-        assert pieces.add([*said, *behind]) + pieces.end() == text
-        pieces = TextPieces(tokenizer, form=target.answer_form)
-        other = tokenizer(" so", add_special_tokens=False)["input_ids"]
-        assert pieces.add([*said, *marks, *other]) + pieces.end() == f"{text}{closing} so"
-    prompt = renderer.prompt(asked) + [*said, *marks, 2] + renderer.next_turn([*asked, answer, question])
-    assert prompt == renderer.prompt([*asked, answer, question])
-
-
 @pytest.mark.parametrize(
     ("end", "opens"),
     [

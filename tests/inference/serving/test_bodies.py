@@ -1,5 +1,6 @@
 """Bodies of requests whose JSON a parser would take in silence, or fail on."""
 
+import gzip
 import json
 import socket
 import time
@@ -31,6 +32,30 @@ def test_a_key_that_a_body_has_twice_is_refused_by_name(served, path, encoding):
 def test_a_body_that_is_nested_too_deeply_is_the_clients_error(served, body):
     bad = httpx.post(f"{served[2]}/v1/completions", content=body, headers=HEADERS)
     assert (bad.status_code, bad.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (
+            '{"prompt": "é"}'.encode("latin-1"),
+            "must be text in UTF-8, not compressed; invalid continuation byte at byte",
+        ),
+        (
+            gzip.compress(b'{"prompt": "a"}', mtime=0),
+            "must be text in UTF-8, not compressed; invalid start byte at byte 2; send",
+        ),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "the body's JSON cannot be read: Exceeds the limit (4300 digits)"),
+    ],
+    ids=["latin-1", "compressed", "digits"],
+)
+def test_what_a_body_is_other_than_json_is_told(served, body, told):
+    bad = httpx.post(f"{served[2]}/v1/completions", content=body, headers=HEADERS)
+    assert bad.status_code == 400 and told in bad.json()["error"]["message"]
+
+
+def test_a_load_balancer_may_ask_for_the_head_of_health(served):
+    assert httpx.head(f"{served[2]}/health").status_code == 200
 
 
 def test_a_client_that_leaves_before_its_body_has_come_is_no_failure_of_the_server(served):

@@ -339,6 +339,18 @@ def test_values_that_change_nothing_are_accepted(served, name, path):
         assert told.status_code == 400 and parameter in told.json()["error"]["message"], (parameter, told.text)
 
 
+def test_what_changes_nothing_beside_the_other_values_is_accepted(client):
+    with pytest.raises(openai.BadRequestError, match="best_of is not supported; got 1"):
+        chat(client, "Name a fruit.", n=2, extra_body={"best_of": 1})
+    with pytest.raises(openai.BadRequestError, match="logit_bias is not supported"):
+        chat(client, "Name a fruit.", logit_bias={"5": 0, "6": 1})
+    prediction = {"type": "content", "content": "An apple."}
+    two = chat(
+        client, "Name a fruit.", n=2, extra_body={"best_of": 2, "logit_bias": {"5": 0}, "prediction": prediction}
+    )
+    assert two.choices == chat(client, "Name a fruit.", n=2).choices
+
+
 def test_what_changes_nothing_is_accepted(client):
     alone = chat(client, "Name a fruit.").choices
     same = chat(

@@ -99,8 +99,8 @@ def test_recorded_answers_without_an_end_token_are_counted_and_told(tmp_path, ca
     byte_tokenizer(open_end).save_pretrained(tmp_path / "target")
     rows = [talk("Hi", said("x"), said("y")), talk("Hi", said("x"))]
     manifest = run_distill(str(tmp_path / "target"), write(tmp_path / "a.jsonl", rows), str(tmp_path / "o"))
-    assert manifest["counts"]["without_end"] == 3
-    assert "3 recorded answers have no end token" in caplog.text
+    assert manifest["counts"]["without_end"] == 2  # the one before a question has that which closes turns
+    assert "2 recorded answers have no end token" in caplog.text
     options = {"labels": "generate", "max_new_tokens": 4}
     manifest = run_distill(str(tmp_path / "target"), str(tmp_path / "a.jsonl"), str(tmp_path / "p"), **options)
     assert manifest["counts"]["without_end"] == 0
@@ -242,6 +242,18 @@ def test_a_folder_that_an_older_version_began_goes_on_with_its_names(target, tmp
     run_distill(target, file, str(out), shard_rows=2)
     asked = [Conversation([{"role": "user", "content": f"Number {number}?"}], {}).opening for number in (2, 3)]
     assert [row["conversation"] for row in rows_of(out)][2:] == asked
+
+
+def test_rows_whose_settings_say_what_of_answers_is_shown_are_two_questions(tmp_path):
+    """As Qwen 3.5's preserve_thinking: what the target will have thought is not known beforehand."""
+    keeps = "(m.content if keep else m.content.split('</think>')[-1]) | trim"
+    save_target(tmp_path / "target", extra_end=138)
+    byte_tokenizer(template("chatml").replace("m['content'] | trim", keeps)).save_pretrained(tmp_path / "target")
+    twice = {"messages": [*talk("Hi", said("x"))["messages"], {"role": "user", "content": "Hi"}]}
+    rows = [twice, twice | {"chat_template_kwargs": {"keep": True}}, twice]
+    file = write(tmp_path / "a.jsonl", rows)
+    manifest = run_distill(str(tmp_path / "target"), file, str(tmp_path / "o"), labels="generate")
+    assert manifest["data"]["repeated"] == 1
 
 
 SYSTEM_SHOWN = "{% for m in messages if m.content | trim %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>"
