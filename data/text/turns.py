@@ -8,7 +8,7 @@ from typing import Any
 
 from draft_heads.data.text.template_probe import Messages
 
-_NO_PART = {"role", "name", "tool_call_id"}  # keys of a message whose text is no part of what it says
+_NO_PART = {"role", "name", "tool_call_id", "metadata"}  # keys of a message whose text is no part of what it says
 
 
 def trained_answers(messages: Messages) -> list[int]:

@@ -364,8 +364,9 @@ def test_metadata_that_a_template_writes_beside_a_role_reaches_it():
     row = {"messages": [USER, ANSWER | {"metadata": "get_weather"}]}
     messages, extra = parse_record(row)
     assert "assistant get_weather<|message|>Salut" in renderer(form, "<|end|>").checked_text(messages, extra=extra)
-    plain = renderer(form.replace(" {{ m.metadata }}", ""), "<|end|>").checked_text(messages, extra=extra)
-    assert "assistant<|message|>Salut" in plain
+    plain = renderer(form.replace(" {{ m.metadata }}", ""), "<|end|>")
+    ids, mask = plain.conversation(messages, extra)
+    assert trained_runs(plain.tokenizer, ids, mask) == ["Salut<|end|>"]
 
 
 def test_a_verdict_on_an_answer_is_no_note():
