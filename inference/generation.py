@@ -185,7 +185,7 @@ def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
     """The token ids of a prompt, all of which the target has; ValueError for anything else, and for a text without a
     tokenizer or chat template."""
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if all(type(item) is int for item in messages):
+    if not isinstance(prompt, bytes | bytearray) and all(type(item) is int for item in messages):
         return checked_ids(target, messages)
     if not all(isinstance(item, dict) for item in messages):
         of = " and ".join(sorted({type(item).__name__ for item in messages}))

@@ -73,7 +73,7 @@ def end_token_ids(
     ends: set[int | None] = set(configured) if isinstance(configured, list) else {configured}
     if tokenizer is not None:
         ends |= {tokenizer.eos_token_id, closing_token(tokenizer)}
-    return tuple(sorted(end for end in ends if end is not None))
+    return tuple(sorted(end for end in ends if end is not None and end >= 0))  # -1 says that there is none
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -26,6 +26,9 @@ Encode = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
 RULES = {"role": "system", "content": "SAMPLERULES"}
 QUESTION = {"role": "user", "content": "SAMPLEQUESTION"}
 ANSWER = {"role": "assistant", "content": "SAMPLEANSWER"}
+CALL: dict[str, Any] = {"role": "assistant", "content": ""}
+CALL |= {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}]}
+RESULT = {"role": "tool", "content": "SAMPLERESULT", "name": "f"}
 FOLLOW_UP = {"role": "user", "content": "SAMPLEFOLLOWUP"}
 THOUGHT = {"content": "SAMPLETHOUGHT"}
 SAMPLE_TOOLS = (
@@ -60,7 +63,8 @@ def roles_of_parts(render: Render) -> frozenset[str]:
         return all(message["content"] in text for message in messages if message["role"] == role)
 
     turns = [QUESTION, ANSWER, FOLLOW_UP]  # some templates show the first or the last question alone
-    samples = {"user": ([QUESTION], turns), "assistant": (turns,), "system": ([RULES, *turns[:2]], [RULES, QUESTION])}
+    samples: dict[str, tuple[Messages, ...]] = {"user": ([QUESTION], turns), "assistant": (turns,)}
+    samples |= {"system": ([RULES, *turns[:2]], [RULES, QUESTION]), "tool": ([QUESTION, CALL, RESULT],)}
     parts: frozenset[str] = frozenset()
     for role in samples:
         tries = [(sample, form) for sample in samples[role] for form in (parts, parts | {role})]

@@ -189,8 +189,9 @@ def test_a_window_that_a_config_calls_unused_is_used_where_the_models_code_does_
     assert generated.tokens == ids[30:] and target.window == (None if model_type == "qwen2" else 16)
     if target.window:  # and where the code is not read, the trial forward tells
         monkeypatch.setattr("draft_heads.inference.target.architecture._code", lambda part: "use_sliding_window")
+        longer = _model(model_type, sliding_window=40, use_sliding_window=False, **more)
         with pytest.raises(ValueError, match="logits that differ by"):
-            Target(model, name=model_type)
+            Target(longer, name=model_type)
 
 
 def test_a_class_of_a_notebook_slides_as_the_one_that_it_inherits_from():

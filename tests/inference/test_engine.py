@@ -293,8 +293,9 @@ def test_a_prompt_is_a_text_messages_or_token_ids(tiny_target):
     assert answer == engine.generate("Name a fruit.", settings).tokens == engine.generate(messages, settings).tokens
     shown = "".join(engine.stream_text("Name a fruit.", settings))
     assert shown == tiny_target.tokenizer.decode(answer, skip_special_tokens=True) != ""
-    for wrong in (torch.tensor([ids]), tiny_target.tokenizer("a"), ["Name a fruit."]):
-        with pytest.raises(ValueError, match=r"a prompt is a text, .* got (Tensor|BatchEncoding|list) of (Tensor|str)"):
+    for wrong in (torch.tensor([ids]), tiny_target.tokenizer("a"), ["Name a fruit."], b"Name"):
+        of = r"(Tensor|BatchEncoding|list|bytes) of (Tensor|str|int)"
+        with pytest.raises(ValueError, match=f"a prompt is a text, .* got {of}"):
             engine.generate(wrong)
 
 

@@ -370,7 +370,7 @@ def test_metadata_that_a_template_writes_beside_a_role_reaches_it():
 
 
 def test_a_verdict_on_an_answer_is_no_note():
-    for verdict in ({"is_error": True}, {"has_errors": "true"}, {"is_refusal": True}, {"used_in_training": False}):
+    for verdict in ({"is_error": True}, {"has_errors": "true"}, {"status": "incomplete"}, {"used_in_training": False}):
         for row in ({"messages": [USER, ANSWER | verdict]}, {"messages": [USER, ANSWER], **verdict}):
             with pytest.raises(ConversationError, match=f"the key '{next(iter(verdict))}'"):
                 parse_record(row)

@@ -144,7 +144,7 @@ def test_end_tokens_are_eos_template_and_config():
     tokenizer = byte_tokenizer(template("chatml"))
     assert end_token_ids(tokenizer) == (2, 4)
     assert end_token_ids(tokenizer, [2, 77]) == (2, 4, 77)
-    assert end_token_ids(tokenizer, 9) == (2, 4, 9)
+    assert end_token_ids(tokenizer, 9) == (2, 4, 9) and end_token_ids(tokenizer, -1) == (2, 4)
     assert end_token_ids(byte_tokenizer(template("llama2"))) == (2,)
     assert end_token_ids(None, 9) == (9,) and end_token_ids(None) == ()
 

@@ -73,6 +73,13 @@ def test_a_template_that_wants_content_parts_gets_them(form):
     assert all(message["content"] in tokenizer.decode(ids) for message in [*SYSTEM, *CHAT])
 
 
+def test_a_tools_result_is_passed_as_parts_where_they_are_read():
+    calls = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content }}"
+    tokenizer = byte_tokenizer(LINES.replace("{{ m.content }}", calls))
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "20"}]
+    assert "<|im_start|>tool\n20<|im_end|>" in tokenizer.decode(render_prompt(tokenizer, chat))
+
+
 @pytest.mark.parametrize(
     "form", ["USER: ASSISTANT:", "{% for m in messages %}{{ m.role }}{% endfor %}", "{{ messages[0].text }}"]
 )
