@@ -281,7 +281,8 @@ class TextPieces:
 
     Example: of the tokens "a", and two that are two bytes of "🙂" each, the pieces are "a", "" and "🙂". Together
     they are the text of `answer_tokens`: of an answer in several channels (gpt-oss) the last one, or all of it where
-    that one is missing.
+    that one is missing. A tokenizer that spells a run of characters in bytes (Llama 2) may decode all of a run that
+    ends within one as U+FFFD; what had been whole stays so here.
     """
 
     def __init__(

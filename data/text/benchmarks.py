@@ -25,7 +25,7 @@ from draft_heads.data.text.json_files import MalformedJson
 from draft_heads.data.text.json_rows import read_rows
 from draft_heads.data.text.known_benchmarks import Description, describe, is_description, known_benchmarks, written
 from draft_heads.data.text.rendering import ConversationError, Messages
-from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
+from draft_heads.data.text.row_keys import MAY_BE_READ, TURN_LISTS, further_of_row, message_of, without_none
 from draft_heads.data.text.turn_lists import turns_of
 from draft_heads.data.text.turns import without_listed
 
@@ -149,8 +149,11 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
         raise BenchmarkError(f"{source} holds no question; pass a file with at least one")
     for row, question in enumerate(found):
         if question.question_id is None:
-            numbered = reader is not _conversation and row not in places
-            found[row] = replace(question, question_id=row if numbered else f"row-{row + 1}")
+            own = row if reader is not _conversation else f"row-{row + 1}"
+            while own in places:
+                own = f"row-{row + 1}" if own == row else f"{own}'"
+            places[own] = ""
+            found[row] = replace(question, question_id=own)
     return found
 
 
@@ -243,7 +246,7 @@ def _conversation(record: dict[str, Any]) -> Question:
     result = False  # whether a tool's result, which the target's own answer may not ask for, came before
     for number, turn in enumerate(turns, start=1):
         message, unknown = message_of(turn)
-        role, further = message["role"], message.keys() - {"role", "content", "trained"}
+        role, further = message["role"], message.keys() - {"role", "content", "trained", MAY_BE_READ}
         result |= role == "tool"
         if (role == "user" and result) or (role == "system" and number > 1):
             found = "a tool turn before a user's" if role == "user" else f"one as turn {number}"

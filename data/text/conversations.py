@@ -30,6 +30,7 @@ from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Ext
 from draft_heads.data.text.roles import ROLE_KEYS, is_answer
 from draft_heads.data.text.row_keys import (
     ANSWERS,
+    MAY_BE_READ,
     TEXT_KEYS,
     TOOL_CALLS,
     TURN_LISTS,
@@ -162,7 +163,7 @@ def read_conversations(
         if not conversation.messages:
             continue
         notes.update(notes_of(record))
-        notes.update(f"{key} of a turn" for key in notes_of_turns(record))
+        notes.update(f"{key} of a turn" for key in notes_of_turns(turns_of(record)[0]))
         conversation, listed_before = _with_tools_once(conversation)
         in_system += listed_before
         if asked is not None:
@@ -201,10 +202,10 @@ def _to_dataset(kept: list[tuple[str, str, Conversation]]) -> datasets.Dataset:
 
     ids, places, conversations = (list(column) for column in zip(*kept))
     text = datasets.Value("large_string")  # a column of "string" ends at 2 GiB
-    types = {"role": text, "content": text, **dict.fromkeys((*TURN_TEXTS, TOOL_CALLS), text)}
+    types = {"role": text, "content": text, **dict.fromkeys((*TURN_TEXTS, MAY_BE_READ, TOOL_CALLS), text)}
     types["trained"] = datasets.Value("bool")
     occurring = {key for conversation in conversations for turn in conversation.messages for key in turn}
-    turn_types = {key: kind for key, kind in types.items() if key in occurring}
+    turn_types = {key: types[key] for key in sorted(occurring, key=[*types].index)}
 
     def cell(turn: dict[str, Any], key: str) -> Any:
         return json.dumps(turn[key]) if key == TOOL_CALLS and key in turn else turn.get(key)
@@ -294,7 +295,7 @@ def _sound_turns(
                 read = {*ROLE_KEYS, *TEXT_KEYS, *TRAINED} if is_answer(turn) else turn.keys() - OF_THE_ANSWER
                 turn = {name: value for name, value in turn.items() if name in read}
                 if is_answer(turn):
-                    turn |= {name: "" for name in TEXT_KEYS if not isinstance(turn.get(name, ""), str)}
+                    turn |= {name: "" for name in TEXT_KEYS if not isinstance(turn.get(name), str | None)}
             message, left_out = message_of(turn, names)
             check_encodable(message)
             fault = _fault(message, messages, generate)

@@ -11,7 +11,7 @@ from unicodedata import normalize
 # ten. A full stop after it is not part of it.
 _NUMBER = re.compile(
     r"(?:(?<![\w)%.])[-−–](?![$€£][-−–]))?[$€£]?(?:(?<=[$€£])[-−–])?"
-    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<!\w)\.\d+)"
+    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<![\w.])(?<![^\W\d]/)\.\d+)"
 )
 _ANSWER = r"(?:the )?(?:final )?answers?(?: is)?(?: \([^()\d\n]*\))?[ \t]*(?:[:=]|-(?= ))?"
 _TITLE = r"[^\W\d_][^\d\n:=]{0,60}+[:=]"  # `Janet's earnings:`

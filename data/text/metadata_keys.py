@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 METADATA = {
@@ -88,13 +88,11 @@ def notes_of(record: Mapping[str, Any]) -> list[str]:
     return [key for key in known if any(" " in text.strip() or _is_long(text) for text in _texts(record[key]))]
 
 
-def notes_of_turns(record: Mapping[str, Any]) -> list[str]:
-    """The same of its turns and of the parts of their texts, each key once."""
-    turns = [turn for value in record.values() if isinstance(value, list) for turn in value]
-    turns = [turn for turn in turns if isinstance(turn, Mapping)]
-    parts = [part for turn in turns for text in turn.values() if isinstance(text, list) for part in text]
-    found = [key for one in (*turns, *parts) if isinstance(one, Mapping) for key in notes_of(one)]
-    return sorted({*found} - {"type"})
+def notes_of_turns(turns: Sequence[Any]) -> list[str]:
+    """The same of turns and of the parts of their texts, each key once."""
+    texts = [turn.get(key) for turn in turns if isinstance(turn, Mapping) for key in ("content", "value")]
+    parts = [part for text in texts if isinstance(text, list) for part in text]
+    return sorted({key for one in (*turns, *parts) if isinstance(one, Mapping) for key in notes_of(one)} - {"type"})
 
 
 def _is_short(value: Any) -> bool:

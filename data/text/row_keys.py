@@ -73,7 +73,7 @@ def further_of_row(
 
     ConversationError for keys whose value cannot be used and for those that nothing reads though they hold text. A
     question, an instruction or a passage is read where a turn before an answer holds it; with `answers_anew`, where the
-    recorded answers are not read, so is any text.
+    recorded answers are not read, so is any text but a copy of one.
     """
     texts = [_text_or_none(turn) for turn in turns]
     asked = [text for text, turn in zip(texts, turns) if not is_answer(turn)]
@@ -81,7 +81,7 @@ def further_of_row(
     def copied(key: str, value: Any) -> bool:
         if isinstance(value, list):
             return _is_part_of(turns, value)
-        sought = asked if answers_anew or key in _ASKED else texts
+        sought = asked if key in _ASKED or (answers_anew and key not in ANSWERS) else texts
         return repeats(key, value, texts, sought, _systems_of(row))
 
     extra: dict[str, Any] = {}

@@ -103,6 +103,19 @@ def test_the_places_of_rows_are_no_ids_of_others(tmp_path):
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = load_benchmark("own", str(tmp_path / "q.jsonl"))
     assert [(one.question_id, one.turns) for one in found] == [("row-1", ["a"]), (0, ["b"]), (2, ["c"])]
+    rows += [{"question_id": "row-1", "turns": ["d"]}, {"question_id": 2, "turns": ["e"]}]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [one.question_id for one in load_benchmark("own", str(tmp_path / "q.jsonl"))] == [
+        "row-1'",
+        0,
+        "row-3",
+        "row-1",
+        2,
+    ]
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]
+    rows = [{"messages": asked, "response": "x"}, {"id": "row-1", "messages": asked, "answer": "x"}]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [one.question_id for one in load_benchmark("own", str(tmp_path / "c.jsonl"))] == ["row-1'", "row-1"]
 
 
 @pytest.mark.parametrize(("key", "flag"), [("max_tokens", "max_new_tokens"), ("temperature", "temperature")])

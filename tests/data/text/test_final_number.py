@@ -18,6 +18,8 @@ from draft_heads.data.text.final_number import gsm8k_answer
         ("#### .5", "0.5"),
         ("#### Rs.500", "500"),
         ("It is approx.18", "18"),
+        ("The answer is...18", "18"),
+        ("#### S/.500", "500"),
         ("#### $.50", "0.50"),
         ("#### ... 18", "18"),
         ("So $\\boxed{.75}$.", "0.75"),

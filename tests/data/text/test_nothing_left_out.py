@@ -7,7 +7,7 @@ import pytest
 
 from draft_heads.data.datastore_build import build_datastore
 from draft_heads.data.text.chat_template import template_variables
-from draft_heads.data.text.conversations import _sound_part, parse_record
+from draft_heads.data.text.conversations import _sound_part, conversation_of, parse_record, read_conversations
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from tests.tiny_chat import STYLES, byte_tokenizer, template, trained_runs
 
@@ -358,11 +358,12 @@ def test_an_empty_setting_is_no_missing_one():
         assert dated.checked_text(messages, extra=extra).startswith(told)
 
 
-def test_metadata_that_a_template_writes_beside_a_role_reaches_it():
+def test_metadata_that_a_template_writes_beside_a_role_reaches_it(tmp_path):
     """GLM-4's form: the name of the tool that a turn calls."""
     form = "{% for m in messages %}<|start|>{{ m.role }} {{ m.metadata }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     row = {"messages": [USER, ANSWER | {"metadata": "get_weather"}]}
-    messages, extra = parse_record(row)
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    messages, extra = conversation_of(read_conversations(str(tmp_path / "a.jsonl")).dataset[0])
     assert "assistant get_weather<|message|>Salut" in renderer(form, "<|end|>").checked_text(messages, extra=extra)
     plain = renderer(form.replace(" {{ m.metadata }}", ""), "<|end|>")
     ids, mask = plain.conversation(messages, extra)
@@ -379,6 +380,9 @@ def test_a_verdict_on_an_answer_is_no_note():
 
 def test_answers_that_are_written_anew_may_have_any_form():
     parts = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Salut"}]
+    united = {"from": "gpt", "value": "x", "content": None}  # as Arrow joins files of two forms
+    asked = {"conversations": [{"from": "human", "value": "Hi", "content": None}, united]}
+    assert _sound_part("row 1", asked, True)[1:] == _sound_part("row 1", asked, False)[1:]
     for content in (parts, 42, [{"type": "image_url", "image_url": {"url": "x"}}]):
         row = {"messages": [USER, {"role": "assistant", "content": content}, {"role": "user", "content": "More"}]}
         conversation = _sound_part("row 1", row, True)[1]
