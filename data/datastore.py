@@ -123,12 +123,12 @@ def _check_contents(folder: Path, manifest: dict[str, Any]) -> None:
 def _memory_map(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """A memory-mapped file of `size` numbers; ValueError when it is missing, truncated, or of another size or type."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         raise ValueError(
             f"a datastore holds {path.name}; {path} cannot be read ({error.strerror}); {_REMEDY}"
         ) from None
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # a header is read as Python, whose errors are many
         raise ValueError(f"{path} is damaged or cut short ({error}); {_REMEDY}") from None
     if array.shape != (size,) or array.dtype != dtype:
         raise ValueError(

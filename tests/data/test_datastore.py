@@ -275,6 +275,14 @@ def test_files_that_are_missing_or_cut_short_are_refused(store, name):
     (store / name).write_bytes(b"")
     with pytest.raises(ValueError, match=name):
         Datastore.open(store)
+    for place in range(6, 128):  # of the header, which Python's tokenizer reads
+        (store / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=f"{name} (is damaged|must hold|cannot be read)"):
+            Datastore.open(store)
+    np.savez(store / "archive.npz", np.arange(3))
+    (store / "archive.npz").replace(store / name)
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        Datastore.open(store)
     np.save(store / name, np.arange(3))
     with pytest.raises(ValueError, match=f"{name} must hold .* numbers of type"):
         Datastore.open(store)
