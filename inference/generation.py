@@ -334,7 +334,8 @@ class TextPieces:
     def end(self) -> str:
         """What is held back, a broken character as U+FFFD."""
         if self._channels:
-            self._tokens, self._channels = self._tokens + self._channels, None
+            shown = len(self._channels) - begun(self._channels, self._closing)
+            self._tokens, self._channels = self._tokens + self._channels[:shown], None
         return self._piece()
 
     def _piece(self) -> str:

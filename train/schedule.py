@@ -96,7 +96,13 @@ def check_schedule(args: Any, steps: int = 0) -> None:
 
 def _check_bounds(schedule: Any, options: dict[str, Any], rate: float, given: str) -> None:
     """ValueError where a schedule that follows a metric cannot lower the rate, or raises it to a limit of its own."""
-    least = getattr(schedule, "min_lrs", [0.0])[0]
+    if not hasattr(schedule, "min_lrs"):
+        return
+    if wrong := [name for name in ("min_lr", "max_lr") if type(options.get(name, 0.0)) not in (int, float)]:
+        raise ValueError(
+            f"{wrong[0]} of --lr_scheduler_kwargs must be a number; got {options[wrong[0]]!r}; write one, as 1e-6"
+        )
+    least = schedule.min_lrs[0]
     most = getattr(schedule, "max_lrs", [rate])[0]  # greedy's, which raises the rate too
     if not least < rate <= most or (most != rate and "max_lr" not in options):
         raise ValueError(

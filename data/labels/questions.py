@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.chat_template import without_date
+from draft_heads.data.text.chat_template import template_source, without_date
 from draft_heads.data.text.conversations import Conversation
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
+from draft_heads.data.text.thoughts import MARKS
 
 NAMED_BY = "prompt"
 """What a manifest says of names that are those of prompts; older folders have names of turns as they are in rows."""
@@ -24,7 +24,7 @@ class QuestionNames:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._renderer = ChatRenderer(without_date(tokenizer))
+        self._renderer, self._source = ChatRenderer(without_date(tokenizer)), template_source(tokenizer)
 
     def opening(self, conversation: Conversation) -> str:
         """By the prompt for the first answer, of `Conversation.first_asked`."""
@@ -35,11 +35,11 @@ class QuestionNames:
         messages, extra = conversation
         last = max((number for number, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
         # checked whole: else a row that will be left out had the name of one that can be answered
-        name = self._name(with_answer(messages[: last + 1], "a"), extra, whole=True)
-        answered = any(turn["role"] == "assistant" for turn in messages[:last])
-        if name and extra and answered:  # a setting may say how much of an answer, which is unknown, a prompt shows
-            name = hashlib.sha256(json.dumps([name, extra], sort_keys=True).encode()).hexdigest()[:16]
-        return name or conversation.key
+        # a setting may say whether later prompts show the thoughts of answers, which are unknown
+        for answer in (*(f"{begin}t{end}a" for begin, end in MARKS.items() if end in self._source), "a"):
+            if name := self._name(with_answer(messages[: last + 1], answer), extra, whole=True):
+                return name
+        return conversation.key
 
     def _name(self, messages: Messages, extra: dict[str, Any], whole: bool = False) -> str:
         """A digest of the prompt; "" where the template refuses the turns, or a text of them holds a control token.

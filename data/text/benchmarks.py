@@ -24,6 +24,7 @@ from draft_heads.data.text.final_number import gsm8k_answer
 from draft_heads.data.text.json_files import MalformedJson
 from draft_heads.data.text.json_rows import read_rows
 from draft_heads.data.text.known_benchmarks import Description, describe, is_description, known_benchmarks, written
+from draft_heads.data.text.refused_keys import OF_THE_ANSWER
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import MAY_BE_READ, TURN_LISTS, further_of_row, message_of, without_none
 from draft_heads.data.text.turn_lists import turns_of
@@ -33,7 +34,8 @@ __all__ = ["BenchmarkError", "Question", "checked_id", "gsm8k_answer", "load_ben
 __all__ += ["prompts_checksum", "questions_checksum"]
 
 _IDS = ("question_id", "prompt_id", "id")
-_OF_DECODING = {"max_tokens", "max_new_tokens", "max_completion_tokens", "temperature"}
+_OF_DECODING = {"max_tokens", "max_new_tokens", "max_completion_tokens", "max_output_tokens", "max_length", "n_predict"}
+_OF_DECODING |= {"num_predict", "min_tokens", "min_new_tokens", "budget_tokens", "stop_tokens", "temperature"}
 
 
 @dataclass(frozen=True)
@@ -282,10 +284,9 @@ def _system_and_extra(
     remedy: what else can be done about a key that is unknown."""
     if asked := sorted(_OF_DECODING & record.keys() - {*used}):
         raise BenchmarkError(
-            f"the flags say how all questions are decoded, and the key {asked[0]!r} says it of one; take it out, or "
-            f"give --{'temperature' if asked[0] == 'temperature' else 'max_new_tokens'}{remedy}"
+            f"the flags say how all questions are decoded, and the key {asked[0]!r} says it of one; take it out{remedy}"
         )
-    further = further_of_row(record, turns, {*used, *_IDS}, answers_anew=True)
+    further = further_of_row(record, turns, {*used, *_IDS, *OF_THE_ANSWER}, answers_anew=True)
     if further.unknown:
         raise BenchmarkError(f"{further.unknown[0]}; take it out{remedy}")
     check_encodable(further.system, further.extra)

@@ -18,7 +18,7 @@ _UNWANTED |= {"is_invalid", "is_spam", "is_deleted", "deleted", "is_truncated", 
 _UNWANTED |= {"has_errors", "is_failed", "is_refusal", "is_refused", "is_broken", "is_corrupted", "is_incomplete"}
 _UNWANTED |= {"is_low_quality", "is_hallucination", "has_hallucination", "has_hallucinations"}
 _BAD_STATUS = ("incomplete", "failed", "error", "truncated", "cancelled")
-OF_THE_ANSWER = _WANTED | _UNWANTED
+OF_THE_ANSWER = _WANTED | _UNWANTED | {"status"}
 """Keys that say whether an answer is wanted; they ask nothing where the target writes it anew, and of another turn."""
 _NOT_READ = _MEDIA | {"chosen", "rejected", "instructions", "history", "response_format", "input_ids", "token_ids"}
 _NOT_READ |= {"train_detail", "training_detail", "train_on_inputs", "mask", "loss_mask", "prefix"}
@@ -46,7 +46,8 @@ def asks_nothing(key: str, value: Any) -> bool:
 
 def is_refused(key: str, value: Any) -> bool:
     """Whether a key with a value that asks for something changes the text or the mask in a way that nothing follows."""
+    if key == "status":
+        return value in _BAD_STATUS
     names = key == "label" and value != 0  # anything but KTO's false
     unwanted = key in OF_THE_ANSWER and value is not None and not names and not asks_nothing(key, value)
-    unwanted |= key == "status" and value in _BAD_STATUS
     return unwanted or key in _NOT_READ or _MEDIA_FORM.fullmatch(key) is not None

@@ -290,9 +290,9 @@ class ChatRenderer(ChatText):
     def _whole_end(self, ids: list[int], stop: int) -> int:
         """`stop`, behind a token that closes an answer, or the place behind all that does and the target's end."""
         closing = list(self.form.closing)
-        end = stop - 1 + len(closing)
-        whole = closing and ids[stop - 1 : end] == closing and self._end_token_ids.intersection(ids[end : end + 1])
-        return end + 1 if whole else stop
+        ends = [stop - 1 + len(closing)] if closing and ids[stop - 1 :][: len(closing)] == closing else []
+        whole = (end for end in (*ends, stop) if self._end_token_ids.intersection(ids[end : end + 1]))
+        return stop if ids[stop - 1] in self._end_token_ids else next(whole, stop - 1) + 1
 
     def _locate(self, whole: Rendering, number: int) -> Turn | None:
         """Characters of the assistant's turn `number`; None where the rendering does not show where it is."""

@@ -7,6 +7,7 @@ those of a key that is absent: Arrow fills the columns that a row lacks with Non
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -37,10 +38,10 @@ ARGUMENTS |= {"tools_in_user_message", "date_string", "model_identity"}
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 TURN_TEXTS = (*THOUGHTS, "name", "tool_call_id")
-MAY_BE_READ = "metadata"
+MAY_BE_READ, _NAME = "metadata", re.compile(r"[\w.:/-]{1,80}")
 TOOL_CALLS = "tool_calls"
-"""Further keys of a turn that chat templates read: texts, GLM-4's text after the role, which is metadata to others, and
-the calls of an assistant's turn."""
+"""Further keys of a turn that chat templates read: texts, GLM-4's name of a tool after the role, which is metadata to
+others, and the calls of an assistant's turn."""
 
 COPIES = {"prompt", "instruction", "input", "question", "query", "text", "context"}
 COPIES |= {"output", "response", "answer", "completion"}
@@ -96,7 +97,7 @@ def further_of_row(
             systems.setdefault(text_of(value).strip(), text_of(value))
         elif key in ARGUMENTS:
             for name, argument in _arguments(key, value).items():
-                if extra.setdefault(name, argument) != argument:
+                if extra.setdefault(name, argument) is not argument and extra[name] != argument:
                     raise ConversationError(f"a row has one value of {name!r}, received two that differ")
         elif key in TRAINED:
             if value not in (True, 1):
@@ -105,6 +106,7 @@ def further_of_row(
             if not copied(key, value):
                 listed = isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
                 what = "turns that are not the row's first or last" if listed else "text that no turn has"
+                what += " before an answer" if not listed and repeats(key, value, texts) else ""
                 raise ConversationError(f"the key {key!r} holds {what}: write it into the turns, or take the key out")
         elif asks_nothing(key, value):
             continue
@@ -160,7 +162,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
             if not isinstance(value, str):
                 raise ConversationError(f"{key!r} of a turn is a text, received {type(value).__name__}")
             message[key] = value
-        elif key == MAY_BE_READ and isinstance(value, str):
+        elif key == MAY_BE_READ and isinstance(value, str) and _NAME.fullmatch(value):
             message[key] = value
         elif key == TOOL_CALLS:
             if calls := _tool_calls(value):
@@ -179,7 +181,7 @@ def prompt_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """The messages of a prompt as chat templates read them; ConversationError for a key that would be dropped."""
     found = []
     for message in messages:
-        plain, unknown = message_of(message)
+        plain, unknown = message_of({key: value for key, value in message.items() if key not in OF_THE_ANSWER})
         if any(key in message for key in TRAINED):
             unknown.append(f"the key {next(key for key in TRAINED if key in message)!r} is for training")
         if unknown:

@@ -56,11 +56,12 @@ def roles_of_parts(render: Render) -> frozenset[str]:
 
     def shows(role: str, messages: Messages, parts: frozenset[str]) -> bool | None:
         """Whether all texts of a role are in the rendering; None where the messages are refused."""
-        try:
-            text = render([as_parts(message) if message["role"] in parts else message for message in messages], False)
-        except ValueError:
-            return None
-        return all(message["content"] in text for message in messages if message["role"] == role)
+        for opening in ([], [RULES]):  # some templates refuse conversations without
+            formed = [as_parts(one) if one["role"] in parts else one for one in [*opening, *messages]]
+            with suppress(ValueError):
+                text = render(formed, False)
+                return all(message["content"] in text for message in messages if message["role"] == role)
+        return None
 
     turns = [QUESTION, ANSWER, FOLLOW_UP]  # some templates show the first or the last question alone
     samples: dict[str, tuple[Messages, ...]] = {"user": ([QUESTION], turns), "assistant": (turns,)}

@@ -37,10 +37,10 @@ def content_of(source: str | Path, whole: bool = False) -> Any:
 
 
 def _with_revision(source: str) -> str:
-    """`OWNER/NAME@COMMIT` for a hub id that has a config.json; anything else as it is."""
-    if source.count("/") == 1:
+    """`OWNER/NAME@COMMIT` for a hub id that has the config of a model or adapter; anything else as it is."""
+    for name in ("config.json", "adapter_config.json") if source.count("/") == 1 else ():
         with suppress(OSError, ValueError):  # no hub id, or none that may be read
-            if (config := cached_file(source, "config.json", **MAY_BE_MISSING)) is not None:
+            if (config := cached_file(source, name, **MAY_BE_MISSING)) is not None:
                 return f"{source}@{Path(config).parent.name}"
     return source
 

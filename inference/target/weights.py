@@ -101,7 +101,10 @@ def _updates(tensor: Tensor) -> int:
 def _sampled(parameter: Tensor) -> list[NDArray[np.float32]]:
     """Views of one value of each row, of row r that in column r mod the width: they show what is in the memory whenever
     they are read."""
-    values = parameter.detach().numpy().ravel(order="K")
+    array = parameter.detach().numpy()
+    if not array.flags.c_contiguous:  # a part of another tensor, or a transposed one
+        return [array[..., 0]]
+    values = array.ravel()
     width = parameter.shape[-1] if parameter.ndim > 1 and parameter.numel() else 1
     whole = values.size // width**2  # squares of rows, whose diagonals they are
     squares, rest = values[: whole * width**2].reshape(whole, width**2), values[whole * width**2 :]

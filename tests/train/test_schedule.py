@@ -154,6 +154,14 @@ def test_a_schedule_that_ends_above_the_learning_rate_is_refused_before_anything
         ("greedy", 5e-4, {"min_lr": 1e-6, "max_lr": 1.0}, None),
         ("reduce_lr_on_plateau", 5e-4, {"min_lr": 0.01}, "keep it between 0.01 and 0.0005; give min_lr below it as"),
         ("reduce_lr_on_plateau", 5e-4, {}, None),
+        (
+            "reduce_lr_on_plateau",
+            5e-4,
+            {"min_lr": "1e-6"},
+            "min_lr of --lr_scheduler_kwargs must be a number; got '1e-6'",
+        ),
+        ("greedy", 5e-4, {"min_lr": 0, "max_lr": None}, "max_lr of --lr_scheduler_kwargs must be a number; got None"),
+        ("cosine", 0.0, {}, None),
     ],
 )
 def test_a_rate_that_follows_a_metric_has_room_below_it_and_above_it_what_was_given(kind, rate, own, told):

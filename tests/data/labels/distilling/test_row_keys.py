@@ -250,7 +250,7 @@ def test_rows_whose_settings_say_what_of_answers_is_shown_are_two_questions(tmp_
     save_target(tmp_path / "target", extra_end=138)
     byte_tokenizer(template("chatml").replace("m['content'] | trim", keeps)).save_pretrained(tmp_path / "target")
     twice = {"messages": [*talk("Hi", said("x"))["messages"], {"role": "user", "content": "Hi"}]}
-    rows = [twice, twice | {"chat_template_kwargs": {"keep": True}}, twice]
+    rows = [twice, twice | {"chat_template_kwargs": {"keep": True}}, twice | {"chat_template_kwargs": {"keep": False}}]
     file = write(tmp_path / "a.jsonl", rows)
     manifest = run_distill(str(tmp_path / "target"), file, str(tmp_path / "o"), labels="generate")
     assert manifest["data"]["repeated"] == 1
