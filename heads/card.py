@@ -20,7 +20,7 @@ _IN_A_WORD = re.compile(r"(?:(?<=[=:])|^)/(?:[^/=:]+/)*([^/=:]+)/?")
 MEASURED = {
     **{"simulated_beta": "simulated β", "simulated_answers": "answers that it is measured on"},
     **{"loss": "loss", "windows": "windows measured"},
-    "outside_vocabulary": "share of labels that this draft vocabulary cannot draft",
+    "outside_vocabulary": "share of labels that this draft vocabulary lacks (of CTC also one before them)",
 }
 USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
     from draft_heads.inference.engine import DecodingEngine

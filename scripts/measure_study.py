@@ -140,13 +140,22 @@ def check_decoding(study: Study) -> None:
 def measured_in(study: Study, inputs: Inputs, output: Path) -> list[Path]:
     """The folders of the results that `measure` makes or takes over."""
     able = [cell for cell in study.cells.values() if lacking(study, cell, inputs) is None]
-    folders = [output / f"{cell.run}_{cell.benchmark}" for cell in able if cell.of_report]
+    named: dict[str, tuple[str, str]] = {}
+    for cell in able:
+        name, own = f"{cell.run}_{cell.benchmark}", (cell.run, cell.benchmark)
+        if cell.of_report and named.setdefault(name, own) != own:
+            raise ValueError(
+                f"the report of a run and a benchmark has a folder of its own, RUN_BENCHMARK; {' and '.join(own)} have "
+                f"that of {' and '.join(named[name])}, {name}; rename one"
+            )
+    folders = [output / name for name in named]
     folders += [output / ACCURACY for cell in able if cell.measure == "accuracy"]
     return list(dict.fromkeys(folders))
 
 
 def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str], float | None]:
     """(row, column) → value of every cell that can be measured, and whose category the benchmark has."""
+    measured_in(study, inputs, output)  # two results of one folder are refused before anything is decoded
     able = {place: cell for place, cell in study.cells.items() if lacking(study, cell, inputs) is None}
     reports = {
         run: decode(study, run, [cell for cell in able.values() if cell.of_report and cell.run == run], inputs, output)

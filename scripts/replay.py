@@ -99,6 +99,7 @@ def run(options: argparse.Namespace) -> None:
         turns = list(recorded_turns(name, answers, questions, tokenizer, renderer, end_of_answer(tokenizer)))
         for turn in turns if target is not None else ():
             checked_ids(target, turn.generation.tokens, f"the answer to question {turn.question_id}")
+        tell_of_other_lengths(answers.values(), turns)
         if options.questions:
             tell_of_other_prompts(answers.values(), turns)
         evaluation = replay_all(name, drafters, questions, turns, progress, states or no_states)
@@ -125,6 +126,19 @@ def tell_of_another_tokenizer(answers: Iterable[Answer], tokenizer: PreTrainedTo
     """Log a line where the answers' token ids are of another tokenizer, so that their texts are replayed."""
     if (known := {answer.tokenizer for answer in answers} - {None}) and known != {tokenizer_hash(tokenizer)}:
         logger.warning("the answers were written with another tokenizer: their texts are tokenised with this one")
+
+
+def tell_of_other_lengths(answers: Iterable[Answer], turns: Sequence[TurnRecord]) -> None:
+    """Log a line where texts have by far another number of tokens than was recorded, as with another tokenizer."""
+    recorded = sum(turn.new_tokens for answer in answers for turn in answer.turns)
+    replayed = sum(len(turn.generation.tokens) for turn in turns)
+    if abs(replayed - recorded) > 0.1 * recorded:
+        logger.warning(
+            "the answers have %d tokens with this tokenizer and %d as recorded: give the tokenizer of the model that "
+            "wrote them",
+            replayed,
+            recorded,
+        )
 
 
 def tell_of_lossy_answers(answers: Iterable[Answer]) -> None:

@@ -13,6 +13,7 @@ by position, β by output position, context length and turn, and accepted tokens
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,6 +37,8 @@ from draft_heads.inference.evaluation.metrics import score_figures, turn_figures
 from draft_heads.inference.evaluation.report import write_json
 from draft_heads.inference.evaluation.scores import SCORES, Scorer, mean_scores
 from draft_heads.scripts.decoding_options import answered_questions, check_code, script_parser
+
+logger = logging.getLogger(__name__)
 
 HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)", "γ", "equal texts")
 
@@ -117,6 +120,10 @@ def score_answers(
                 f"{len(answer.turns)}, the baseline {others}; leave the question out of both"
             )
     scores: dict[str | None, AnswerScore] = {None: AnswerScore(seed=seed)}
+    short = [key for key, one in answers.items() if asked and len(one.turns) < len(asked[one.question_id].turns)]
+    if short:
+        left = f"{some([id_ for _, id_ in short])} ({len(short):,} of {len(answers):,})"
+        logger.warning("answers that lack a turn of their question have no score, and β and γ of their turns: %s", left)
     scorer = Scorer([asked[answer.question_id] for answer in answers.values()] if asked else [], run_code)
     for key, answer in answers.items():
         question, found = asked.get(answer.question_id), dict[str, float]()

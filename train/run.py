@@ -265,7 +265,10 @@ def metrics_line(metrics: dict[str, float]) -> str:
     figures += "top-1 accuracy by offset "
     figures += accuracies or "not measured"
     if (outside := metrics.get("eval_outside_vocabulary")) is not None:
-        figures += f"; the draft vocabulary cannot draft {outside:.1%} of the labels, which count in the accuracy alone"
+        figures += (
+            f"; {outside:.1%} of the labels, or with CTC one before them in a window, are none that the head can draft"
+        )
+        figures += ": these count in the accuracy alone"
     return f"held-out rows: {figures}"
 
 

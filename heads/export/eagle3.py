@@ -165,6 +165,21 @@ def drafted_ids(tensors: dict[str, Tensor], classes: int, vocabulary: int) -> Te
     return None if classes == vocabulary else ids
 
 
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary settings of a head's one block; ValueError where a config says two of them."""
+    rope = config.get("rope_parameters") or {}
+    if rope and all(isinstance(one, dict) for one in rope.values()):  # by type of layer
+        rope, *others = rope.values()
+        if any(other != rope for other in others):
+            raise ValueError(
+                "a head has one block; rope_parameters differ by type of layer; keep those of its own type"
+            )
+    theta = config.get("rope_theta")
+    if None not in (theta, own := rope.get("rope_theta")) and theta != own:
+        raise ValueError(f"rope_theta {theta!r} must be that of rope_parameters, {own!r}; correct one of them")
+    return rope if theta is None else {**rope, "rope_theta": theta}
+
+
 def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, layers: list[int] | None) -> Eagle3Head:
     """A head from the sizes of its block and its tensors."""
     if layers in (None, []):
@@ -172,7 +187,7 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
             "config.json names no layers of the target (eagle_aux_hidden_state_layer_ids), and a guess wrong by "
             "one is silent; give them as --target_layers LOW MIDDLE HIGH (published heads: 2, n/2 and n-3 of n)"
         )
-    rope = config.get("rope_parameters") or {}
+    rope = rope_of(config)
     inside = config.get("eagle_config")
     settings = {**config, **rope, "layer_types": (config.get("layer_types") or [None])[0]}
     for part in (settings, inside if isinstance(inside, dict) else {}):
@@ -198,7 +213,7 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
             "num_key_value_heads": config.get("num_key_value_heads") or sizes["num_attention_heads"],
             "head_dim": config.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"],
             "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-            "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+            "rope_theta": rope.get("rope_theta") or 10000.0,
             "target_layers": checked_layers(layers),
             "draft_vocab_size": 0 if ids is None else classes,
         }

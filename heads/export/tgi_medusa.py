@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import Tensor
 
 from draft_heads.heads.export import vllm_medusa
 from draft_heads.heads.medusa import MedusaHead
+
+logger = logging.getLogger(__name__)
 
 
 def _names(heads: int, layers: int) -> dict[str, str]:
@@ -36,6 +39,12 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     if foreign := sorted(name for name, number in numbers.items() if not number.isdecimal()):
         raise ValueError(f"tensors of a head are named by its number (0.0.linear.weight); got {', '.join(foreign)}")
     heads = 1 + max(map(int, numbers.values()))
+    if (stated := config.get("medusa_num_heads")) not in (None, heads):  # published folders name fewer than they have
+        logger.warning(
+            "config.json says medusa_num_heads %r; the tensors are those of %d heads, all of which are read",
+            stated,
+            heads,
+        )
     if f"0.{layers}.weight" not in tensors:
         found = ", ".join(sorted(name for name in tensors if name.startswith("0.")))
         raise ValueError(f"medusa_num_layers {layers!r} needs a tensor 0.{layers}.weight; of head 0 there are {found}")

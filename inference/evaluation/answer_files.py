@@ -118,6 +118,8 @@ def _parse_answer(row: Any) -> Answer:
     if "decoding_steps" not in choice and "idxs" not in choice:
         raise ValueError("choices[0] must have decoding_steps or idxs (steps per turn), has neither")
     texts = _column(choice, "turns", str)
+    if not texts:
+        raise ValueError("choices[0].turns must have a text or more, has none; leave the question out")
     counted, first = ("decoding_steps", 0) if "decoding_steps" in choice else ("idxs", 1)
     steps = [first + count for count in _column(choice, counted, int, len(texts))]
     new_tokens = _column(choice, "new_tokens", int, len(texts))

@@ -43,8 +43,6 @@ def parse_hf_row(text: str) -> tuple[str, dict[str, str]] | None:
         raise ValueError(str(error).replace(f"{name}=vanilla", text)) from None
     if (tokens := options.get("prompt_lookup")) is not None and not (tokens.isdecimal() and int(tokens)):
         raise ValueError(f"prompt_lookup is how many tokens are drafted, 1 or more; got {tokens!r}; write 10")
-    if options.get("assistant") == "":
-        raise ValueError(f"assistant is the folder or hub id of a model; got nothing in {text!r}; name one")
     return name, options
 
 

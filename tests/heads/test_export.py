@@ -314,7 +314,7 @@ def test_damaged_files_get_sentences_that_name_them(tmp_path):
     ("name", "wrong", "told"),
     [
         ("eagle3", {"rms_norm_eps": 0.5}, ["rms_norm_eps", "log-probabilities"]),
-        ("eagle3", {"rope_parameters": {"rope_theta": 50.0}}, ["rope_theta", "log-probabilities"]),
+        ("eagle3", {"rope_parameters": {"rope_theta": 50.0}, "rope_theta": 50.0}, ["rope_theta", "log-probabilities"]),
         ("eagle3", {"vocab_size": 62}, "61 of 62 tokens needs d2t"),
         ("eagle3", {"draft_vocab_size": 60}, "draft_vocab_size 60 must be the rows of lm_head.weight, 61"),
         ("speculators", {"draft_vocab_size": 60}, "draft_vocab_size 60 must be the rows of lm_head.weight, 61"),

@@ -93,9 +93,20 @@ EAGLE = [
     (0, put("config", rms_norm_eps=lambda x: math.inf), "rms_norm_eps must be a positive number; got inf"),
     (
         0,
-        put("config", rope_parameters=lambda x: x | {"rope_theta": -1.0}),
+        put("config", rope_parameters=lambda x: x | {"rope_theta": -1.0}, rope_theta=lambda x: -1.0),
         "rope_theta must be a positive number; got -1.0",
     ),
+    (
+        0,
+        put("config", rope_parameters=lambda x: {"full_attention": x | {"rope_type": "yarn", "factor": 4}}),
+        "rotary positions are of type yarn",
+    ),
+    (
+        0,
+        put("config", rope_parameters=lambda x: {"full_attention": x, "sliding_attention": x | {"rope_theta": 5.0}}),
+        "a head has one block; rope_parameters differ by type of layer",
+    ),
+    (0, put("config", rope_theta=lambda x: 5.0), r"rope_theta 5\.0 must be that of rope_parameters, 10000\.0; correct"),
 ]
 MEDUSA = [
     (

@@ -246,7 +246,10 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--drafters", "transformers,prompt_lookup=3"], "write e.g. hf_lookup=transformers,prompt_lookup=10"),
         (["--drafters", "x=transformers,lookup=3"], "got 'x=transformers,lookup=3'; write e.g. hf_lookup="),
         (["--drafters", "x=transformers,prompt_lookup=0"], "1 or more; got '0'; write 10"),
-        (["--drafters", "x=transformers,assistant="], "hub id of a model; got nothing in 'x=transformers,assistant='"),
+        (
+            ["--drafters", "x=transformers,assistant="],
+            "have a value each; got none for assistant in 'x=transformers,assistant='",
+        ),
         (["--drafters", "transformers=transformers,prompt_lookup=3"], "under another name; got 'transformers=transf"),
         (["--drafters", "a/b=transformers,prompt_lookup=3"], "a drafter is NAME or NAME=[KIND:]PATH[,key=value…][+"),
         (["--drafters", "=transformers,prompt_lookup=3"], "got '=transformers,prompt_lookup=3'; write e.g. ctc="),

@@ -171,11 +171,13 @@ def test_a_hub_id_is_compared_by_the_revision_that_is_loaded(tmp_path, monkeypat
     revision = ["a1"]
 
     def cached_file(source, name, **_):
-        assert (source, name) == ("someone/head", "config.json")
-        return str(tmp_path / "snapshots" / revision[0] / name) if revision[0] else None
+        assert source in ("someone/head", "someone/adapter")
+        held = name == ("config.json" if source == "someone/head" else "adapter_config.json")
+        return str(tmp_path / "snapshots" / revision[0] / name) if revision[0] and held else None
 
     monkeypatch.setattr(made_from, "cached_file", cached_file)
     assert made_from.content_of("someone/head") == "someone/head@a1"
+    assert made_from.content_of("someone/adapter") == "someone/adapter@a1"
     assert must_be_made(tmp_path, "report.json", {"head": made_from.content_of("someone/head")}, overwrite=False)
     revision[0] = "b2"
     with pytest.raises(ValueError, match="head was 'someone/head@a1', now 'someone/head@b2'"):

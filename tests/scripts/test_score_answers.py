@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.evaluation import metrics
+from draft_heads.inference.evaluation.answer_files import read_answers
 from draft_heads.inference.evaluation.comparison import csv_text, differences, read_report, read_reports
 from draft_heads.scripts import evaluate, score_answers
 
@@ -82,6 +84,22 @@ def test_answers_of_other_batches_have_no_speed_over_each_other(files, tmp_path,
     assert told.splitlines()[1].split() == ["all", "2", "3.16", "2.73", "-", "1/2"]
     (row,) = json.loads(rows.read_text())["results"]
     assert row["gamma"] is None and row["gamma_ci95"] is None and row["beta"] == pytest.approx(60 / 22)
+
+
+def test_answers_that_lack_a_turn_of_their_question_are_told(tmp_path, caplog):
+    """They have no score: a mean over the others alone would pass for that of all."""
+    whole = {"turns": ["x", "y"], "idxs": [1, 1], "new_tokens": [3, 3], "wall_time": [1.0, 1.0]}
+    part = {key: values[:1] for key, values in whole.items()}
+    answered = [{"question_id": number, "choices": [choice]} for number, choice in enumerate((whole, part))]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, answered)))
+    answers = read_answers(tmp_path / "a.jsonl")
+    score_answers.score_answers(answers, answers, [Question(number, None, ["a", "b"]) for number in range(2)])
+    assert "lack a turn of their question have no score, and β and γ of their turns: 1 (1 of 2)" in caplog.text
+    (tmp_path / "b.jsonl").write_text(json.dumps({"question_id": 1, "choices": [{key: [] for key in whole}]}))
+    with pytest.raises(
+        ValueError, match=r"choices\[0\].turns must have a text or more, has none; leave the question out"
+    ):
+        read_answers(tmp_path / "b.jsonl")
 
 
 def test_that_the_first_of_several_choices_is_read_is_told(files, tmp_path, capsys, caplog):
