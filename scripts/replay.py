@@ -132,7 +132,7 @@ def tell_of_other_lengths(answers: Iterable[Answer], turns: Sequence[TurnRecord]
     """Log a line where texts have by far another number of tokens than was recorded, as with another tokenizer."""
     recorded = sum(turn.new_tokens for answer in answers for turn in answer.turns)
     replayed = sum(len(turn.generation.tokens) for turn in turns)
-    if abs(replayed - recorded) > 0.1 * recorded:
+    if abs(replayed - recorded) > 0.25 * recorded:
         logger.warning(
             "the answers have %d tokens with this tokenizer and %d as recorded: give the tokenizer of the model that "
             "wrote them",

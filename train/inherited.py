@@ -141,6 +141,12 @@ def _one_offset(option: str) -> Entry:
 _NAMING = ("wandb", "trackio", "mlflow", "dagshub", "comet_ml", "swanlab")  # reporters that read --run_name
 
 NO_EFFECT: tuple[Entry, ...] = (
+    (
+        ("head_optimizer",),
+        "layers",
+        lambda v: getattr(v, "layers", None) == 0 and v.head_optimizer == "muon",
+        "it updates matrices, and this head has vocabulary tables alone; leave it out, or pass --head_optimizer adamw",
+    ),
     (("optim",), "head_optimizer", lambda v: v.head_optimizer == "muon", "Muon is the optimizer; drop one of the two"),
     (
         _ADAM,

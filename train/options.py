@@ -94,7 +94,8 @@ class TrainingOptions:
                     f"the mode of --lr_scheduler_kwargs follows from --metric_for_best_model, for which it is {mode}; "
                     f"got {own['mode']!r}; leave it out"
                 )
-            self.lr_scheduler_kwargs = {**own, "mode": mode}
+            if mode == "max":  # their default is "min"
+                self.lr_scheduler_kwargs = {**own, "mode": mode}
         if self.tokens_per_batch:
             self.accelerator_config.even_batches = False  # their numbers of rows differ
         self.idle_gpus = 0

@@ -141,6 +141,8 @@ def defaults_beside(given: dict[str, Any], recipe: Recipe, parser: TrainerParser
     if "optim" in given and "head_optimizer" not in given:
         defaults.pop("head_optimizer", None)
     usual = {action.dest: action.default for action in reversed(parser._actions)}  # of two of a name the first counts
+    if (usual | defaults | given).get("layers") == 0 and "head_optimizer" not in given:
+        defaults["head_optimizer"] = "adamw"  # Medusa's tables alone, which are none of Muon's matrices
     values, alone = (SimpleNamespace(**{**usual, **x}) for x in (defaults | given, recipe.settings))
     settle(values)
     settle(alone)

@@ -35,11 +35,10 @@ class QuestionNames:
         messages, extra = conversation
         last = max((number for number, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
         # checked whole: else a row that will be left out had the name of one that can be answered
-        # a setting may say whether later prompts show the thoughts of answers, which are unknown
-        for answer in (*(f"{begin}t{end}a" for begin, end in MARKS.items() if end in self._source), "a"):
-            if name := self._name(with_answer(messages[: last + 1], answer), extra, whole=True):
-                return name
-        return conversation.key
+        # a setting may say what later prompts show of answers with thoughts, or without, which are unknown
+        answers = ["a", *(f"{begin}t{end}a" for begin, end in MARKS.items() if end in self._source)]
+        names = [self._name(with_answer(messages[: last + 1], answer), extra, whole=True) for answer in answers]
+        return " ".join(filter(None, names)) or conversation.key
 
     def _name(self, messages: Messages, extra: dict[str, Any], whole: bool = False) -> str:
         """A digest of the prompt; "" where the template refuses the turns, or a text of them holds a control token.

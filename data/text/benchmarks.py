@@ -26,7 +26,14 @@ from draft_heads.data.text.json_rows import read_rows
 from draft_heads.data.text.known_benchmarks import Description, describe, is_description, known_benchmarks, written
 from draft_heads.data.text.refused_keys import OF_THE_ANSWER
 from draft_heads.data.text.rendering import ConversationError, Messages
-from draft_heads.data.text.row_keys import MAY_BE_READ, TURN_LISTS, further_of_row, message_of, without_none
+from draft_heads.data.text.row_keys import (
+    MAY_BE_READ,
+    TURN_LISTS,
+    further_of_row,
+    message_of,
+    without_none,
+    without_verdicts,
+)
 from draft_heads.data.text.turn_lists import turns_of
 from draft_heads.data.text.turns import without_listed
 
@@ -230,7 +237,7 @@ def _described(known: Description, record: dict[str, Any]) -> Question:
         else:
             score = None  # nothing to test an answer with
     rest = _system_and_extra(record, [asked], known.used, ", or name it under unread: of a YAML file")
-    question_id = record.get(known.id) if known.id else _id(record)
+    question_id: Any = record.get(known.id) if known.id else _id(record)
     return Question(question_id, record.get("category"), [asked], reference, score, code=code, **rest)
 
 
@@ -247,7 +254,7 @@ def _conversation(record: dict[str, Any]) -> Question:
     messages: Messages = []
     result = False  # whether a tool's result, which the target's own answer may not ask for, came before
     for number, turn in enumerate(turns, start=1):
-        message, unknown = message_of(turn)
+        message, unknown = message_of(without_verdicts(turn))
         role, further = message["role"], message.keys() - {"role", "content", "trained", MAY_BE_READ}
         result |= role == "tool"
         if (role == "user" and result) or (role == "system" and number > 1):
@@ -282,7 +289,8 @@ def _system_and_extra(
 ) -> dict[str, Any]:
     """The fields `system` and `extra` of a question, of what its row has beside its id and the keys that are `used`;
     remedy: what else can be done about a key that is unknown."""
-    if asked := sorted(_OF_DECODING & record.keys() - {*used}):
+    given = {key for key in _OF_DECODING - {*used} if record.get(key) not in (None, "", [])}
+    if asked := sorted(given):
         raise BenchmarkError(
             f"the flags say how all questions are decoded, and the key {asked[0]!r} says it of one; take it out{remedy}"
         )

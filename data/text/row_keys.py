@@ -74,7 +74,7 @@ def further_of_row(
 
     ConversationError for keys whose value cannot be used and for those that nothing reads though they hold text. A
     question, an instruction or a passage is read where a turn before an answer holds it; with `answers_anew`, where the
-    recorded answers are not read, so is any text but a copy of one.
+    recorded answers are not read, so is what is called `text`.
     """
     texts = [_text_or_none(turn) for turn in turns]
     asked = [text for text, turn in zip(texts, turns) if not is_answer(turn)]
@@ -82,7 +82,7 @@ def further_of_row(
     def copied(key: str, value: Any) -> bool:
         if isinstance(value, list):
             return _is_part_of(turns, value)
-        sought = asked if key in _ASKED or (answers_anew and key not in ANSWERS) else texts
+        sought = asked if key in _ASKED or (answers_anew and key == "text") else texts
         return repeats(key, value, texts, sought, _systems_of(row))
 
     extra: dict[str, Any] = {}
@@ -177,11 +177,22 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
     return message, unknown
 
 
+def without_verdicts(turn: Any) -> Any:
+    """A turn without what it says of its answer, which asks nothing of one that is not trained on."""
+    return {key: turn[key] for key in turn if key not in OF_THE_ANSWER} if isinstance(turn, Mapping) else turn
+
+
+def said(turn: Any) -> tuple[dict[str, Any], list[str]]:
+    """`message_of` without a note: lists of the same turns may differ in it."""
+    message, unknown = message_of(turn)
+    return {key: value for key, value in message.items() if key != MAY_BE_READ}, unknown
+
+
 def prompt_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a prompt as chat templates read them; ConversationError for a key that would be dropped."""
     found = []
     for message in messages:
-        plain, unknown = message_of({key: value for key, value in message.items() if key not in OF_THE_ANSWER})
+        plain, unknown = message_of(without_verdicts(message))
         if any(key in message for key in TRAINED):
             unknown.append(f"the key {next(key for key in TRAINED if key in message)!r} is for training")
         if unknown:
@@ -249,7 +260,7 @@ def _is_part_of(turns: Sequence[Any], part: Sequence[Any]) -> bool:
     """Whether a list holds the first of the turns, or the last, in whatever form: all that is read of them."""
     for known in (turns[: len(part)], turns[-len(part) :]):
         with suppress(ConversationError):
-            if [message_of(turn) for turn in part] == [message_of(turn) for turn in known]:
+            if [said(turn) for turn in part] == [said(turn) for turn in known]:
                 return True
     return False
 
@@ -262,7 +273,7 @@ def _systems_of(row: Mapping[str, Any]) -> list[str]:
 def _text_or_none(turn: Any) -> str | None:
     """The text of a turn, None where it has no sound one."""
     try:
-        return turn if isinstance(turn, str) else message_of(turn)[0]["content"]
+        return turn if isinstance(turn, str) else message_of(without_verdicts(turn))[0]["content"]
     except ConversationError:
         return None
 
@@ -280,7 +291,7 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
             raise ConversationError(f"{key!r} is an object, received {type(value).__name__}")
         found: dict[str, Any] = {}
         for name, one in without_none(value).items():
-            if one in ([], {}) or (one == "" and name in (*LISTS, *_OF_TOOLS)):
+            if one in ([], {}) or (one == "" and name in ARGUMENTS - {"date_string", "model_identity"}):
                 continue
             if name in ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt"):
                 raise ConversationError(f"{name!r} among {key!r} is not an argument of a row")

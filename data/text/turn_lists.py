@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draft_heads.data.text.errors import ConversationError
-from draft_heads.data.text.row_keys import TURN_LISTS, message_of, without_none
+from draft_heads.data.text.row_keys import TURN_LISTS, said, without_none
 
 
 def turns_of(record: Any) -> tuple[list[Any], str]:
@@ -39,4 +39,4 @@ def _same_turns(one: Any, other: Any) -> bool:
     """Whether two lists hold the same turns, be it in two forms."""
     if one == other or not (isinstance(one, list) and isinstance(other, list)):
         return bool(one == other)
-    return [message_of(turn) for turn in one] == [message_of(turn) for turn in other]
+    return [said(turn) for turn in one] == [said(turn) for turn in other]

@@ -166,18 +166,21 @@ def drafted_ids(tensors: dict[str, Tensor], classes: int, vocabulary: int) -> Te
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a head's one block; ValueError where a config says two of them."""
-    rope = config.get("rope_parameters") or {}
-    if rope and all(isinstance(one, dict) for one in rope.values()):  # by type of layer
-        rope, *others = rope.values()
-        if any(other != rope for other in others):
-            raise ValueError(
-                "a head has one block; rope_parameters differ by type of layer; keep those of its own type"
-            )
-    theta = config.get("rope_theta")
-    if None not in (theta, own := rope.get("rope_theta")) and theta != own:
-        raise ValueError(f"rope_theta {theta!r} must be that of rope_parameters, {own!r}; correct one of them")
-    return rope if theta is None else {**rope, "rope_theta": theta}
+    """The rotary settings of a head's one block, of every place in which a config may have them: `rope_theta`,
+    `rope_parameters` and, as it was called, `rope_scaling`, by type of layer or for all. ValueError where two differ.
+    """
+    found: dict[str, Any] = {}
+    for part in (config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config):
+        if not isinstance(part, dict):
+            raise ValueError(f"rope_parameters of config.json must be an object; got {part!r}; copy it again")
+        settings = {"rope_theta": config.get("rope_theta")} if part is config else part
+        layers = [one for one in settings.values() if isinstance(one, dict)]
+        for name, value in [pair for one in (*layers, settings) for pair in one.items()]:
+            if value is not None and not isinstance(value, dict) and found.setdefault(name, value) != value:
+                raise ValueError(
+                    f"a head has one block with one {name}; config.json has {found[name]!r} and {value!r}; correct one"
+                )
+    return found
 
 
 def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, layers: list[int] | None) -> Eagle3Head:
@@ -196,8 +199,7 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
                 raise ValueError(
                     f"{name} must be {only!r}; got {value!r}; such a head would draft nonsense and is not read"
                 )
-    for positions in (rope, config.get("rope_scaling") or {}):
-        scaling = positions.get("rope_type") or positions.get("type") or "default"
+    for scaling in (rope.get("rope_type", "default"), rope.get("type", "default")):
         if scaling != "default":
             raise ValueError(f"the head's rotary positions are of type {scaling}; only the default type can be read")
     classes = len(tensors["lm_head.weight"])

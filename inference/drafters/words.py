@@ -44,7 +44,7 @@ def split_pairs(pairs: list[str], whole: str) -> dict[str, str]:
             )
         if key in options:
             raise ValueError(f"a drafter's options have one value each; got {key} twice in {whole!r}; drop one")
-        if not value:  # of a variable that is not set
+        if not value and key != "via":  # of a variable that is not set; without via a draft model drafts alone
             raise ValueError(f"a drafter's options have a value each; got none for {key} in {whole!r}; give or drop it")
         options[key] = value
     return options

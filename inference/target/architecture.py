@@ -55,10 +55,11 @@ class Architecture:
                 f"the target must be a decoder with full or sliding-window attention; {name} has layers of type "
                 f"{', '.join(unknown)}; pick another target"
             )
-        if keep := getattr(config, "keep_window_size", None):  # Doge's; our masks are longer than a text
+        keep, positions = getattr(config, "keep_window_size", None), _positions(config, name)
+        if keep is not None and keep < positions:  # Doge's; our masks are longer than a text
             raise ValueError(
                 f"a target must attend to the same keys whatever the length of its mask; {name} drops some of one "
-                f"longer than keep_window_size, {keep}; pick another target"
+                f"longer than keep_window_size, {keep} of {positions}; pick another target"
             )
         read = "use_sliding_window" in _code(config) + _code(decoder)
         uses_window = not read or getattr(config, "use_sliding_window", True) is not False
@@ -69,7 +70,6 @@ class Architecture:
         by_layer_type = "sliding_attention" in layer_types
         slides = by_layer_type if layer_types else uses_window
         window = _window(config, name) if slides else None
-        positions = _positions(config, name)
         if window and not layer_types and "sliding_window" not in _code(decoder):
             positions, window = min(positions, window), None
             logger.info(

@@ -103,7 +103,7 @@ def _sampled(parameter: Tensor) -> list[NDArray[np.float32]]:
     they are read."""
     array = parameter.detach().numpy()
     if not array.flags.c_contiguous:  # a part of another tensor, or a transposed one
-        return [array[..., 0]]
+        return [array]
     values = array.ravel()
     width = parameter.shape[-1] if parameter.ndim > 1 and parameter.numel() else 1
     whole = values.size // width**2  # squares of rows, whose diagonals they are

@@ -104,9 +104,9 @@ EAGLE = [
     (
         0,
         put("config", rope_parameters=lambda x: {"full_attention": x, "sliding_attention": x | {"rope_theta": 5.0}}),
-        "a head has one block; rope_parameters differ by type of layer",
+        r"one block with one rope_theta; config.json has 10000\.0 and 5\.0; correct one",
     ),
-    (0, put("config", rope_theta=lambda x: 5.0), r"rope_theta 5\.0 must be that of rope_parameters, 10000\.0; correct"),
+    (0, put("config", rope_theta=lambda x: 5.0), "config.json has 10000.0 and 5.0; correct one"),
 ]
 MEDUSA = [
     (

@@ -212,8 +212,9 @@ def test_types_of_layers_that_a_models_code_does_not_read_are_none():
 
 
 def test_attention_that_depends_on_the_length_of_its_mask_is_refused():
-    with pytest.raises(ValueError, match=r"drops some of one longer than keep_window_size, 2048; pick another target"):
-        Target(_model("doge"), name="small")
+    with pytest.raises(ValueError, match=r"drops some of one longer than keep_window_size, 40 of 256; pick another"):
+        Target(_model("doge", keep_window_size=40), name="small")
+    assert Target(_model("doge"), name="small").max_positions == 256
 
 
 def test_windows_that_differ_from_layer_to_layer_are_refused():

@@ -118,6 +118,14 @@ def test_the_places_of_rows_are_no_ids_of_others(tmp_path):
     assert [one.question_id for one in load_benchmark("own", str(tmp_path / "c.jsonl"))] == ["row-1'", "row-1"]
 
 
+def test_copies_of_recorded_answers_and_verdicts_on_them_say_nothing_to_a_question(tmp_path):
+    answer = {"role": "assistant", "content": "So $\\boxed{4}$.", "is_error": True, "status": "incomplete"}
+    row = {"messages": [{"role": "user", "content": "2 + 2?", "metadata": "web"}, answer], "expected_answer": "4"}
+    row |= {"prompt": [{"role": "user", "content": "2 + 2?"}], "max_tokens": "", "stop_tokens": []}
+    (question,) = load_benchmark("own", write(tmp_path / "q.jsonl", row))
+    assert question.turns == ["2 + 2?"]
+
+
 @pytest.mark.parametrize("key", ["max_tokens", "temperature", "n_predict", "max_output_tokens"])
 def test_a_question_that_asks_for_other_decoding_is_refused(tmp_path, key):
     with pytest.raises(BenchmarkError, match=rf"the key '{key}' says it of one; take it out"):

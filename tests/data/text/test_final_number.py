@@ -19,6 +19,7 @@ from draft_heads.data.text.final_number import gsm8k_answer
         ("#### Rs.500", "500"),
         ("It is approx.18", "18"),
         ("The answer is...18", "18"),
+        ("The answer is _.5_", "0.5"),
         ("#### S/.500", "500"),
         ("#### $.50", "0.50"),
         ("#### ... 18", "18"),

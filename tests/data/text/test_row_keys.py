@@ -361,16 +361,15 @@ def test_a_marked_turn_is_rendered_and_not_trained(tmp_path):
 
 
 def test_prompts_of_server_and_chat_obey_the_same_list():
-    assert prompt_messages([{"role": "developer", "content": "x"}, USER | {"id": 3, "name": None}]) == [
-        {"role": "system", "content": "x"},
-        USER,
-    ]
+    known = [{"role": "developer", "content": "x"}, USER | {"id": 3, "name": None}]
+    assert prompt_messages(known) == [{"role": "system", "content": "x"}, USER]
     for wrong, reason in [
         (USER | {"mood": 1}, "'mood' is unknown; leave it out"),
         (ANSWER | {"weight": 0}, "'weight' is for training; leave it out"),
         (USER | {"context": "x"}, "'context' holds text that the turn has not"),
         (USER | {"content": [{"type": "image"}]}, "parts of a turn are texts, received image"),
         ({"role": "critic", "content": "x"}, "the role 'critic' is none of"),
+        ("Hi", "a turn is an object, received str"),
     ]:
         with pytest.raises(ConversationError, match=reason):
             prompt_messages([wrong])
@@ -384,7 +383,7 @@ def test_a_prompt_has_the_tools_of_its_conversation():
 
 def test_what_is_empty_or_off_is_absent_at_every_depth(tmp_path):
     chat = {"messages": [USER, ANSWER]}
-    off = {"custom_instructions": "", "enable_thinking": False, "python_tools": [], "xml_tools": []}
+    off = {"thinking": "", "custom_instructions": "", "enable_thinking": False, "python_tools": [], "xml_tools": []}
     rows = [
         chat | {"chat_template_kwargs": off},  # as SmolTalk2 has it
         {"messages": [USER, ANSWER | {"tool_calls": "[]", "prefix": False}], "train_on_inputs": False},
