@@ -22,7 +22,7 @@ from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_settings, configured_ends
 from draft_heads.data.text.rendering import ChatRenderer, end_token_ids
 from draft_heads.data.text.thoughts import opens_thought
-from draft_heads.data.text.token_spans import AnswerForm, answer_tokens
+from draft_heads.data.text.token_spans import PLAIN, AnswerForm, answer_tokens
 from draft_heads.inference.target import labels, sharded, views
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
@@ -282,12 +282,12 @@ class Target:
     def answer_form(self) -> AnswerForm:
         """The tokens that the chat template puts around an answer, if they are known."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            return AnswerForm()
+            return PLAIN
         try:
             return self.renderer.form
         except ValueError as error:
             logger.warning("answers are shown whole: %s", error)
-            return AnswerForm()
+            return PLAIN
 
     @cached_property
     def renderer(self) -> ChatRenderer:
