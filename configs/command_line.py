@@ -33,6 +33,10 @@ _NO_SETTINGS = ("config", "print_recipe")
 _TEXTS = ("system", "api_key", "model_name", "served_model_name")
 """Flags whose values are no paths, in which a tilde is a letter."""
 
+_MAY_BE_EMPTY = ("system", "api_key")
+"""Flags whose empty text says something, or is refused in words of its own; that of others is a variable of the shell
+that has no value, which would count as a flag left out."""
+
 _VALUES = {
     "int": ("a whole number", "write for example 12"),
     "float": ("a number", "write for example 0.7"),
@@ -99,6 +103,8 @@ class OptionParser(argparse.ArgumentParser):
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         self._given[action.dest] += 1  # called for each time that a flag is given
+        if action.option_strings and any(_is_missing(action, text) for text in arg_strings):
+            raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -123,6 +129,11 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         self.exit(2, f"error: {_reworded(message)}\n")
+
+
+def _is_missing(flag: argparse.Action, text: str) -> bool:
+    """Whether a text is empty that stands for a name or a path; numbers have words of their own for that."""
+    return not text.strip() and flag.type in (None, str, Path) and flag.dest not in _MAY_BE_EMPTY
 
 
 def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -178,6 +189,8 @@ def _config_value(name: str, flag: argparse.Action, value: Any) -> Any:
 
 def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
     kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
+    if _is_missing(flag, str(value)):
+        raise ValueError(f"--config {name}: {flag.dest} has no value; give one, or delete the line")
     try:
         if value is None or isinstance(value, dict | list):
             raise ValueError

@@ -128,6 +128,17 @@ def malformed(what: str | Path) -> Iterator[None]:
         raise ValueError(f"{what} cannot be used: {error}") from error
 
 
+def foreign_form(config: dict[str, Any]) -> str | None:
+    """Which of the formats of scripts/export.py a config.json is in, if in any."""
+    if config.get("speculators_model_type") == "eagle3":
+        return "speculators"
+    if "medusa_num_heads" in config:
+        return "tgi-medusa"
+    if config.get("model_type") == "medusa":
+        return "vllm-medusa"
+    return "eagle3" if any("Eagle3" in str(name) for name in config.get("architectures") or ()) else None
+
+
 def read_config(source: str | Path) -> dict[str, Any]:
     """The settings in `config.json` of a head checkpoint, in their present form whatever version wrote the file.
 
@@ -138,6 +149,11 @@ def read_config(source: str | Path) -> dict[str, Any]:
         raise ValueError(f"a head checkpoint needs {CONFIG}; {path.parent} has none; give RUN/head of a finished run")
     config = read_object(path, ANEW)
     if not isinstance(config.get("kind"), str):
+        if form := foreign_form(config):
+            raise ValueError(
+                f"{path.parent} has a head in another form, {form}; read it once with scripts/import_head.py --head "
+                f"{path.parent} --target TARGET --output RUN/head, and give RUN/head"
+            )
         raise ValueError(
             f"{path} must name the head's kind; got {config.get('kind')!r}; is this a draft head's folder?"
         )

@@ -24,7 +24,7 @@ from draft_heads.heads.export.formats import FORMATS, assembled, read_settings, 
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_new_folder, check_positive, script_parser
 
-PASSES_HELP = "EAGLE-3: tokens that it drafts one after another (default 7), which the formats do not hold"
+PASSES_HELP = "EAGLE-3: tokens that it drafts one after another (default 7), whatever the folder says"
 LAYERS_HELP = "EAGLE-3: the layers that it reads, in place of those that the folder names, or where it names none"
 
 

@@ -45,7 +45,8 @@ from draft_heads.data.text.conversations import (
     read_conversations,
     render_row,
 )
-from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
+from draft_heads.data.text.end_tokens import end_token_ids
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_new_folder, script_parser

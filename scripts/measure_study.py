@@ -23,6 +23,7 @@ from draft_heads.inference.evaluation import carried_over
 from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.made_from import NOTE, content_of, is_made_again, must_be_made
+from draft_heads.inference.evaluation.report_text import caveats
 from draft_heads.inference.evaluation.studies import (
     PLAIN_RUN,
     Cell,
@@ -350,9 +351,10 @@ def write_study(
     )
     surroundings = dict[str, list[str]]()  # in which reports were made, perhaps on several days
     for folder in dict.fromkeys(decodings):
-        report = read_object(output / folder / "report.json", ANEW, ("carried_over", "settings"))
+        report = read_object(output / folder / "report.json", ANEW, ("carried_over", "settings", "results"))
         surroundings.setdefault(surroundings_of(report), []).append(folder)
         notes += [note for note in carried_over.notes(report["carried_over"]) if note not in notes]
+        notes += [f"{folder}: {note}" for note in caveats(report)]
         if (plain := report["settings"]["plain_loop"]) != "vanilla":
             notes.append(f"γ of {folder} is over {plain}, the faster of its loops without drafts.")
     if len(surroundings) > 1:
@@ -380,7 +382,7 @@ def write_study(
     }
     content = {"study": study.name, "title": study.title, "target": inputs.target, "tiny": tiny}
     content["rows"] = [{"row": row, "values": found} for row, found in values.items()]
-    content |= {"published": published, "not_measured": needs, "decoded_with": decoded}
+    content |= {"published": published, "not_measured": needs, "decoded_with": decoded, "notes": notes}
     write_text(output / "study.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     print("\n\n".join(parts), flush=True)
     print(f"\nwritten: {output / 'study.md'}", flush=True)

@@ -53,8 +53,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     check_positive(options, "max_nodes", "max_new_tokens", "max_waiting", "max_body_kib", "shutdown_seconds")
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port must lie in 0…65535; got {options.port}; write for example 8000")
-    if options.served_model_name == "":
-        raise ValueError("--served_model_name must be a text; got none; write a name, or leave it out")
     GenerationSettings(temperature=options.temperature)
     return options
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
-from jinja2 import meta, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file, chat_template_utils
@@ -45,6 +45,9 @@ _OF_CONVERSATIONS = frozenset({"messages", "tools", "documents", "add_generation
 """What a chat template reads of each conversation or of the tokenizer, and has no setting for."""
 _KNOWS_THOUGHTS = re.compile("think|thought|reason|" + "|".join(map(re.escape, KNOWN_MARKS)), re.IGNORECASE)
 """What stands in the chat template of a model that may think: a mark, a setting or a key of turns."""
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What a chat template that refuses a conversation raises, of its own or of Jinja's."""
 
 PROBE_TEXT = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
 """Two vocabularies with equal entries may still split text differently: this one is split to compare them. A tokenizer
@@ -231,6 +234,29 @@ def blocks_in_buffers(template: str) -> bool:
     apart += [loop for loop in tree.find_all(nodes.For) if loop.recursive]
     inside = (block.call for part in apart for block in part.find_all(nodes.CallBlock))
     return any(isinstance(call.node, nodes.ExtensionAttribute) for call in inside)
+
+
+def check_usable(tokenizer: PreTrainedTokenizerBase) -> None:
+    """ValueError without a chat template, for one that is no Jinja, and without token offsets."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass as chat_template "
+            "the one the target was trained on: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the assistant mask needs token offsets and {type(tokenizer).__name__} has none; load the fast "
+            "tokenizer (a folder with tokenizer.json)"
+        )
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path!r} is no Jinja template (line {error.lineno}: {error}); "
+            "mend it, or pass another chat_template"
+        ) from None
+    except TEMPLATE_ERRORS:
+        pass  # it may refuse this sample
 
 
 def load_tokenizer(path: str, chat_template: str | None = None, option: str = "--target") -> PreTrainedTokenizerBase:

@@ -8,10 +8,16 @@ from copy import copy
 from functools import cached_property
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.text.chat_template import has_generation_block, reads_setting, template_source, with_whole_offsets
+from draft_heads.data.text.chat_template import (
+    TEMPLATE_ERRORS,
+    check_usable,
+    has_generation_block,
+    reads_setting,
+    template_source,
+    with_whole_offsets,
+)
 from draft_heads.data.text.errors import ControlTokenError, ConversationError, check_unicode
 from draft_heads.data.text.marks import (
     PLACEHOLDER,
@@ -27,15 +33,15 @@ from draft_heads.data.text.marks import (
 )
 from draft_heads.data.text.row_keys import MAY_BE_READ
 from draft_heads.data.text.template_probe import (
-    QUESTION,
     SAMPLE_TOOLS,
+    MessageForm,
     Messages,
     TemplateProbe,
-    as_parts,
-    roles_of_parts,
+    message_form,
 )
 from draft_heads.data.text.thoughts import MARKS
 from draft_heads.data.text.token_spans import AnswerForm
+from draft_heads.data.text.turns import turn_name
 
 Extra = Mapping[str, Any] | None
 """What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
@@ -43,7 +49,6 @@ Extra = Mapping[str, Any] | None
 _OF_A_RESULT = ("tool_call_id", "name")  # name the call that a tool's turn answers; templates may do without
 
 _OF_THOUGHTS = frozenset({*MARKS, *MARKS.values()})
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 class ChatText:
@@ -54,16 +59,7 @@ class ChatText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Collection[int] = ()) -> None:
         """end_token_ids: the target's, where it has others than the tokenizer's EOS."""
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass as chat_template "
-                "the one the target was trained on: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
-            )
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"the assistant mask needs token offsets and {type(tokenizer).__name__} has none; load the fast "
-                "tokenizer (a folder with tokenizer.json)"
-            )
+        check_usable(tokenizer)
         self.tokenizer = tokenizer
         self._splits = with_whole_offsets(tokenizer)
         self._respelled = respelled_tokens(tokenizer)
@@ -74,18 +70,9 @@ class ChatText:
         self._special = frozenset(special - no_mark | self._end_token_ids)  # mark turns and channels, and are no text
         # beside them what else a tokenizer never splits, as DeepSeek's <｜User｜> or Gemma's runs of line breaks
         self._marks = self._special | {token for token in added if added[token].content.strip()} - no_mark
+        self._message_form = MessageForm()
         try:
-            tokenizer.apply_chat_template([QUESTION], tokenize=False)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template of {tokenizer.name_or_path!r} is no Jinja template (line {error.lineno}: {error}); "
-                "mend it, or pass another chat_template"
-            ) from None
-        except _TEMPLATE_ERRORS:
-            pass  # it may refuse this sample
-        self._parts: frozenset[str] = frozenset()  # the roles whose text is passed as content parts
-        try:
-            self._parts = roles_of_parts(self.text)
+            self._message_form = message_form(self.text)
         except ValueError as error:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path!r} cannot be used: {error}; pass another chat_template"
@@ -119,15 +106,16 @@ class ChatText:
         arguments = self._arguments(extra)
         try:
             text: Any = self.tokenizer.apply_chat_template(
-                self._for_template(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
+                self._for_template(messages, extra),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **arguments,
             )
             return text
-        except _TEMPLATE_ERRORS as error:
-            as_text = isinstance(error, TypeError) and any(message.get("tool_calls") for message in messages)
-            hint = "; the arguments of tool_calls are objects for it, pass a chat_template that writes them with tojson"
+        except TEMPLATE_ERRORS as error:
             raise ConversationError(
                 f"the chat template of {self.tokenizer.name_or_path!r} refuses the conversation "
-                f"(roles {[m.get('role') for m in messages]}): {error}{hint if as_text else ''}"
+                f"(roles {[m.get('role') for m in messages]}): {error}"
             ) from None
 
     def checked_text(self, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None) -> str:
@@ -163,7 +151,7 @@ class ChatText:
 
         answers: read the assistant's texts too; the target's own may hold what it has generated
         """
-        holders = [(number, f"turn {number} ({m.get('role')})", m) for number, m in enumerate(messages)]
+        holders = [(number, turn_name(messages, number), message) for number, message in enumerate(messages)]
         holders += [(0, repr(name), {name: value}) for name, value in (extra or {}).items()]
         for number, where, mapping in holders:
             role = mapping.get("role")
@@ -299,10 +287,11 @@ class ChatText:
         added = self.tokenizer.added_tokens_decoder
         return frozenset(added[i].content for i in self._special & added.keys() if added[i].content in source)
 
-    def _for_template(self, messages: Messages) -> Messages:
-        """The messages without `trained`, which is for the mask alone, their texts in the form that is read."""
+    def _for_template(self, messages: Messages, extra: Extra) -> Messages:
+        """The messages without `trained`, which is for the mask alone, texts and calls in the form that is read."""
+        chat = (self._for_tools if (extra or {}).get("tools") else None) or self
         read = [{key: value for key, value in message.items() if key != "trained"} for message in messages]
-        return [as_parts(message) if message.get("role") in self._parts else message for message in read]
+        return chat._message_form.of(read)
 
     def _arguments(self, extra: Extra) -> dict[str, Any]:
         """The further arguments; ConversationError for a name that is `apply_chat_template`'s own."""
@@ -323,20 +312,27 @@ class ChatText:
         return dict(extra)
 
     @cached_property
+    def _for_tools(self) -> ChatText | None:
+        """That of the tokenizer's template for conversations with tools, where it has one beside its default one."""
+        templates = self.tokenizer.chat_template
+        if not isinstance(templates, dict) or "tool_use" not in templates:
+            return None
+        other = copy(self.tokenizer)
+        other.chat_template = SAMPLE_TOOLS + templates["tool_use"]  # which may refuse conversations without
+        return ChatText(other, self._end_token_ids)
+
+    @cached_property
     def _of_tools_differs(self) -> bool:
         """Whether the tokenizer's template for tools ends or marks turns or takes texts otherwise than its default one,
         which was looked through."""
-        templates = self.tokenizer.chat_template
-        if not isinstance(templates, dict) or "tool_use" not in templates:
-            return False
-        other = copy(self.tokenizer)
-        other.chat_template = SAMPLE_TOOLS + templates["tool_use"]  # which may refuse conversations without
         try:
-            of_tools = ChatText(other, self._end_token_ids)
+            of_tools = self._for_tools
         except ValueError:
             return True
+        if of_tools is None:
+            return False
         same_ends = of_tools.probe.closing in (None, self.probe.closing)
-        forms = [(one.has_generation_block, one._parts) for one in (self, of_tools)]
+        forms = [(one.has_generation_block, one._message_form.parts) for one in (self, of_tools)]
         return not same_ends or forms[0] != forms[1]
 
     def _check_shown(self, text: str, messages: Messages, extra: Extra, add_generation_prompt: bool) -> None:
@@ -367,8 +363,8 @@ class ChatText:
             word = None if role == "assistant" else lost_word(text.casefold(), texts[number], source)  # thoughts may go
             if word:
                 raise ConversationError(
-                    f"the chat template leaves out a part of the {role}'s text, with {word!r:.40} "
-                    f"(turn {number}); write it otherwise, or pass a chat_template that renders it"
+                    f"the chat template leaves out a part of {turn_name(messages, number)}, with {word!r:.40}; write "
+                    "it otherwise, or pass a chat_template that renders it"
                 )
         self._forms_shown.add(form)
 
@@ -384,8 +380,8 @@ class ChatText:
         if not any(placeholder in text for text in texts):
             raise ConversationError(
                 f"the chat template leaves out the {message['role']}'s text of a conversation that ends with the "
-                f"{messages[-1]['role']}'s turn: {message['content'][:40]!r} (turn {number}); leave it out or put it "
-                "into another turn, or pass a chat_template that renders it"
+                f"{messages[-1]['role']}'s turn: {message['content'][:40]!r} ({turn_name(messages, number)}); leave it "
+                "out or put it into another turn, or pass a chat_template that renders it"
             )
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

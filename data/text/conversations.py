@@ -38,6 +38,7 @@ from draft_heads.data.text.row_keys import (
     further_of_row,
     message_of,
     without_none,
+    without_verdicts,
 )
 from draft_heads.data.text.turn_lists import turns_of
 from draft_heads.data.text.turns import without_listed
@@ -278,8 +279,7 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
         messages, unknown = [], {}  # a row that is dropped is so for its faults
         if not faults:
             faults[missing] = ""
-    row_id = record.get("id")
-    name = f"row-{place.split()[1]}" if row_id is None else _encodable(str(row_id))
+    name = f"row-{place.split()[1]}" if record.get("id") is None else _encodable(str(record["id"]))
     found = [BadRow(place, *fault, len(messages)) for fault in (faults | unknown).items()]
     return name, Conversation(messages, further.extra), found
 
@@ -292,9 +292,9 @@ def _sound_turns(
     for number, turn in enumerate(turns, start=1):
         try:
             if generate and isinstance(turn, dict):  # whose answer is not read, nor what is said of it
-                read = {*ROLE_KEYS, *TEXT_KEYS, *TRAINED} if is_answer(turn) else turn.keys() - OF_THE_ANSWER
-                turn = {name: value for name, value in turn.items() if name in read}
+                turn = without_verdicts(turn)
                 if is_answer(turn):
+                    turn = {name: turn[name] for name in (*ROLE_KEYS, *TEXT_KEYS, *TRAINED) if name in turn}
                     turn |= {name: "" for name in TEXT_KEYS if not isinstance(turn.get(name), str | None)}
             message, left_out = message_of(turn, names)
             check_encodable(message)

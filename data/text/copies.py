@@ -19,6 +19,15 @@ _MARK = re.compile(
 """What chat templates write between texts: a role's name, a special token, a character of a heading."""
 
 
+_SPACELESS = (
+    "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Tibetan, Burmese, Khmer
+    "\u1100-\u11ff\u3130-\u318f\uac00-\ud7af"  # Korean
+    "\u3005-\u3007\u3040-\u30ff"  # Japanese
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Chinese
+)
+"""Letters of scripts without spaces between words, for a character class."""
+
+
 def repeats(
     key: str,
     value: Any,
@@ -26,8 +35,8 @@ def repeats(
     sought: Sequence[str | None] | None = None,
     systems: Sequence[str] = (),
 ) -> bool:
-    """Whether the text under a key is one of `sought`, or stands in one, or is all of them in their order; white space
-    does not count.
+    """Whether the text under a key is one of `sought` or of the `systems`, or stands in one, or is all of `sought` in
+    their order; white space does not count.
 
     texts    of all turns, None of one without; a rendering of them all repeats them too, and may begin with one of the
              system texts. Example, of the turns `Hi` and `Salut`: `<|user|>Hi<|assistant|>Salut</s>` as `text`, and not
@@ -38,12 +47,22 @@ def repeats(
         return False
     value = _one_line(value)
     known = [_one_line(text) for text in (texts if sought is None else sought) if text is not None]
-    words = re.compile(rf"(?<!\w){re.escape(value)}(?!\w)")  # 4 stands in `\boxed{4}`, not in 14
-    if value in (*known, " ".join(known)) or (value and any(words.search(text) for text in known)):
+    rules, words = [_one_line(system) for system in systems], _as_words(value)
+    if value in (*known, " ".join(known)) or (value and any(words.search(text) for text in (*known, *rules))):
         return True
     whole = [_one_line(text) for text in texts if text is not None]
-    openings = [[], *([_one_line(system)] for system in systems)]
+    openings = [[], *([one] for one in rules)]
     return key in RENDERINGS and bool(whole) and any(_is_rendering(value, [*first, *whole]) for first in openings)
+
+
+def _as_words(value: str) -> re.Pattern[str]:
+    """Where a value stands in a text as words of their own: 4 in `\\boxed{4}` and in `是4个`, not in 14.
+
+    Letters of scripts without spaces between words, and Korean ones, which join particles, stand by themselves.
+    """
+    before = "" if re.match(f"[{_SPACELESS}]", value) else rf"(?<![^\W{_SPACELESS}])"
+    behind = "" if re.search(rf"[{_SPACELESS}]\Z", value) else rf"(?![^\W{_SPACELESS}])"
+    return re.compile(before + re.escape(value) + behind)
 
 
 def _is_rendering(value: str, texts: Sequence[str]) -> bool:

@@ -11,7 +11,8 @@ TRAINED = ("trained", "train", "training", "weight", "loss")
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files", "attachment", "attachments"}
 _MEDIA_FORM = re.compile(r"(\w+_)?(attachment|image|video|audio|photo|picture|screenshot)s?_urls?")
 _WANTED = {"label", "is_chosen", "is_preferred", "is_correct", "is_good"}
-_WANTED |= {"is_accepted", "is_selected", "is_approved", "is_valid", "is_complete", "used_in_training"}
+_WANTED |= {"is_accepted", "is_selected", "is_approved", "is_valid", "is_complete", "is_reasoning_complete"}
+_WANTED |= {"is_target", "used_in_training"}
 """Keys that are true of an answer that is wanted; `label` is KTO's, and other datasets have names and numbers there."""
 _UNWANTED = {"is_rejected", "is_bad", "is_wrong", "is_incorrect"}
 _UNWANTED |= {"is_invalid", "is_spam", "is_deleted", "deleted", "is_truncated", "truncated", "is_error", "has_error"}
@@ -40,7 +41,9 @@ def flag(key: str, value: Any) -> Any:
 
 
 def asks_nothing(key: str, value: Any) -> bool:
-    """Whether one of these keys changes nothing with this value. Example: `is_rejected` with false."""
+    """Whether one of these keys changes nothing with this value. Example: `is_rejected` with false, or a list of it."""
+    if isinstance(value, list) and value and key in OF_THE_ANSWER:
+        return all(asks_nothing(key, one) for one in value)
     return (key, value) in _ASK_NOTHING
 
 

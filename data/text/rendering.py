@@ -28,13 +28,12 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from draft_heads.data.text.chat_template import blocks_in_buffers
 from draft_heads.data.text.chat_text import ChatText, Extra
 from draft_heads.data.text.errors import ConversationError, check_unicode
 from draft_heads.data.text.marks import PLACEHOLDER, marked_calls
 from draft_heads.data.text.template_probe import Messages
+from draft_heads.data.text.thoughts import empty_thought
 from draft_heads.data.text.token_spans import (
     Rendering,
     Turn,
@@ -54,35 +53,11 @@ from draft_heads.data.text.token_spans import (
     unlocated,
     untrained,
 )
-from draft_heads.data.text.turns import last_question, texts_of, trained_answers
+from draft_heads.data.text.turns import last_question, texts_of, trained_answers, turn_name
 
 __all__ = ["ConversationError", "Extra", "Messages", "check_unicode"]
 
 logger = logging.getLogger(__name__)
-
-
-def end_token_ids(
-    tokenizer: PreTrainedTokenizerBase | None, configured: int | list[int] | None = None
-) -> tuple[int, ...]:
-    """The tokens that end an answer, ascending; the one rule for labels and decoding.
-
-    The tokenizer's EOS, the special token with which its chat template closes a turn, and `configured`, the EOS tokens
-    of the generation config. A model that was trained on its chat template ends a turn with the template's token even
-    where the generation config names another.
-    """
-    ends: set[int | None] = set(configured) if isinstance(configured, list) else {configured}
-    if tokenizer is not None:
-        ends |= {tokenizer.eos_token_id, closing_token(tokenizer)}
-    return tuple(sorted(end for end in ends if end is not None and end >= 0))  # -1 says that there is none
-
-
-def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """`ChatRenderer.end_of_turn`; None without a chat template, or where it is unknown, as a line says."""
-    try:
-        return ChatRenderer(tokenizer).end_of_turn() if tokenizer.chat_template else None
-    except ValueError as error:
-        logger.warning("the chat template's end-of-turn token is unknown: %s", error)
-        return None
 
 
 class ChatRenderer(ChatText):
@@ -143,7 +118,7 @@ class ChatRenderer(ChatText):
                 bare = answer and is_bare(text, whole.ids[first:last], whole.offsets[first:last], self.ends)
                 lost = bare and not str(self.tokenizer.decode(self._encode(answer)[0])).strip()
                 if lost or (first == last and marked is None):
-                    raise untrained(number, answer)
+                    raise untrained(turn_name(messages, number), answer)
                 holes = between_blocks(first, last, text, whole.offsets, marked) if marked else ()
                 mask[first:last] = [i not in holes for i in range(first, last)]
         enclosed = mask if marked is None else [trained or mark for trained, mark in zip(mask, marked)]
@@ -175,7 +150,7 @@ class ChatRenderer(ChatText):
     def check_answers(self, text: str, messages: Messages, extra: Extra) -> None:
         """ConversationError where the rendering `text` leaves out a part of a trained answer to the last question.
 
-        A rendering that begins otherwise than the prompt for that answer is logged once.
+        A rendering that begins otherwise than the prompt for that answer is logged once, and so is an empty thought.
         """
         asked = messages[: last_question(messages) + 1]
         answers = [number for number in trained_answers(messages) if number >= len(asked)]
@@ -186,17 +161,30 @@ class ChatRenderer(ChatText):
         for number, answer in ((at, said) for at in answers for said in texts_of(messages[at])):
             if count := left_out(answer, shown):
                 raise ConversationError(
-                    f"the chat template leaves out at least {count:,} characters of the answer in turn {number} "
-                    f"(assistant), which is to be trained on: {answer.strip()[:40]!r}; use labels generate, or a "
-                    "chat_template that keeps them"
+                    f"the chat template leaves out at least {count:,} characters of {turn_name(messages, number)}, "
+                    f"which is to be trained on: {answer.strip()[:40]!r}; use labels generate, or a chat_template that "
+                    "keeps them"
                 )
         prompt = self.text(asked, add_generation_prompt=True, extra=extra)
-        if not text.startswith(prompt) and not self._prompt_differs:
-            self._prompt_differs = True
+        said, empty = texts_of(messages[answers[0]]), None
+        if len(said) == 1 and answers[0] == len(asked) and not self.probe.scaffold:
+            empty = empty_thought(prompt, text.removeprefix(prompt), said[0])
+        if self._prompt_differs or (text.startswith(prompt) and empty is None):
+            return
+        self._prompt_differs = True
+        if not text.startswith(prompt):
             logger.warning(
                 "prompts end with %r, and the chat template does not render a recorded answer after that: heads learn "
                 "from other texts than the target writes; use labels generate, or another chat_template",
                 prompt[-24:],
+            )
+        else:
+            logger.warning(
+                "prompts end with %r, and the chat template writes %r before a recorded answer without thoughts: heads "
+                "learn from other texts than a target writes that thinks; record the thoughts, use labels generate, or "
+                "a setting for answers without, if the template has one (chat_template own,enable_thinking=false)",
+                prompt[-24:],
+                empty,
             )
 
     def next_turn(self, messages: Messages, extra: Extra = None, ended_by: int | None = None) -> list[int]:
@@ -281,8 +269,8 @@ class ChatRenderer(ChatText):
         if stopped := next((token for token in ids[first:last] if token in self._end_token_ids), None):
             raise ConversationError(
                 f"a trained turn ends once, and the chat template writes {self.tokenizer.decode(stopped)!r}, where the "
-                f"target stops, in the midst of turn {number} (assistant), as before its tool calls; give it weight 0, "
-                "or pass a chat_template that writes the end after them alone"
+                f"target stops, in the midst of {turn_name(whole.messages, number)}, as before its tool calls; give it "
+                "weight 0, or pass a chat_template that writes the end after them alone"
             )
         stop = last if stop is None else stop
         return (first, stop) if marked is None else part_in_block(turn, first, stop, text, offsets, marked)
@@ -360,8 +348,8 @@ class ChatRenderer(ChatText):
         other = self.text([*messages[:number], {**message, "tool_calls": calls}, *messages[number + 1 :]], extra=extra)
         if text == other:
             raise ConversationError(
-                f"the chat template leaves out the tool calls of turn {number} (assistant), which is to be trained on; "
-                "give it weight 0, or pass a chat_template that keeps them"
+                f"the chat template leaves out the tool calls of {turn_name(messages, number)}, which is to be trained "
+                "on; give it weight 0, or pass a chat_template that keeps them"
             )
         return len(text) - len(common_suffix(text, other))
 
@@ -369,7 +357,7 @@ class ChatRenderer(ChatText):
 
     def _block_mask(self, whole: Rendering) -> list[bool]:
         """The tokens [L] that the template's blocks enclose."""
-        messages, arguments = self._for_template(whole.messages), self._arguments(whole.extra)
+        messages, arguments = self._for_template(whole.messages, whole.extra), self._arguments(whole.extra)
         encoded: Any = self.tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **arguments
         )
@@ -391,5 +379,5 @@ class ChatRenderer(ChatText):
         else:
             if str(whole.messages[number].get("content") or "").strip():
                 self.check_text_shown(whole.messages, number, whole.extra, add_generation_prompt=False)
-            raise unlocated(number)
+            raise unlocated(turn_name(whole.messages, number))
         return Turn(start, True, whole.offsets[last - 1][1])

@@ -48,6 +48,7 @@ COPIES |= {"output", "response", "answer", "completion"}
 """Texts of a row that are fine where its turns hold them too, and refused otherwise."""
 
 ANSWERS = {"output", "response", "answer", "completion", "solution", "ground_truth", "chosen", "rejected"}
+ANSWERS |= {"reasoning", "reasoning_content", "chain_of_thought", "generations", "finish_reason", "finish_reasons"}
 """Keys of a row that are not read where the target writes the answers."""
 
 _PASSAGES = {"instruction", "instructions", "context", "passage", "passages", "persona", "text"}
@@ -282,6 +283,8 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
     """A template's further arguments that a row's key stands for; none for an empty list."""
     if key in (*LISTS, *_OF_TOOLS, "chat_template_kwargs"):
         value = _parse_json(key, value)
+        if value is None:  # JSON's null
+            return {}
     if key in _OF_TOOLS and not isinstance(value, list):  # whose letters a template would take for its items
         raise ConversationError(f"{key!r} is a list, received {_kinds(value)}")
     if key in _OF_TOOLS and not value:
@@ -304,11 +307,22 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
             raise ConversationError(f"{key!r} is a list of objects, received {_kinds(value)}")
         if not value:
             return {}
-        if key == "functions":
-            return {"tools": [{"type": "function", "function": one} for one in value]}
+        if key != "documents":
+            return {"tools": [_tool(key, one) for one in value]}
     if key in TEMPLATE_FLAGS and not isinstance(value, bool):
         raise ConversationError(f"{key!r} of a row is true or false, received {type(value).__name__}")
     return {key: value}
+
+
+def _tool(key: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as templates read it: its parameters as an object, and a function of `functions` in today's form."""
+    inner = tool.get("function")
+    if isinstance(inner, dict):
+        return {**tool, "function": _tool("tools", inner)}
+    if isinstance(tool.get("parameters"), str):
+        with suppress(ConversationError):  # a text of another form
+            tool = {**tool, "parameters": _parse_json("parameters", tool["parameters"])}
+    return {"type": "function", "function": tool} if key == "functions" else tool
 
 
 def _kinds(value: Any) -> str:

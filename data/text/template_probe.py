@@ -5,10 +5,11 @@ A sample's texts are unlike any other, so that all else in its rendering is the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -47,6 +48,60 @@ def as_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
+def with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON texts, spaced as `tojson` spaces them."""
+
+    def of(call: dict[str, Any]) -> dict[str, Any]:
+        if "function" in call:
+            return {**call, "function": of(call["function"])}
+        if isinstance(call.get("arguments", ""), str):
+            return call
+        return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [of(call) for call in calls]} if calls else message
+
+
+class MessageForm(NamedTuple):
+    """The form in which a chat template reads messages."""
+
+    parts: frozenset[str] = frozenset()
+    """The roles whose text it reads as content parts, not as a string."""
+    json_arguments: bool = False
+    """Whether it reads the arguments of calls as JSON texts, the form of OpenAI's API, not as objects."""
+
+    def of(self, messages: Messages) -> Messages:
+        """The messages, texts and objects, in this form."""
+        formed = [as_parts(message) if message.get("role") in self.parts else message for message in messages]
+        return [with_json_arguments(message) for message in formed] if self.json_arguments else formed
+
+
+def message_form(render: Render) -> MessageForm:
+    """The form that a template reads; ValueError as `roles_of_parts`."""
+    form = MessageForm(roles_of_parts(render))
+    as_they_are = writes_arguments_as_they_are(lambda some, asked: render(form.of(some), asked))
+    return form._replace(json_arguments=as_they_are)
+
+
+def writes_arguments_as_they_are(render: Render) -> bool:
+    """Whether a template writes the arguments of a call as it gets them, so that they are to be JSON texts.
+
+    It makes Python's form, `{'a': 'b'}`, of an object, or refuses it.
+    """
+    sample, own = {"name": "f", "arguments": {"a": "b"}}, {"id": "call00001"}  # some templates look for an id of 9
+    for calls in ([{**own, "type": "function", "function": sample}], [{**own, **sample}]):
+        for opening in ([], [RULES]):  # some templates refuse conversations without
+            said = {**CALL, "tool_calls": calls}
+            with suppress(ValueError):
+                text = render([*opening, QUESTION, with_json_arguments(said)], False)
+                if '{"a": "b"}' in text and """'{"a": "b"}""" not in text:
+                    try:
+                        return "{'a'" in render([*opening, QUESTION, said], False)
+                    except ValueError:
+                        return True
+    return False
+
+
 def roles_of_parts(render: Render) -> frozenset[str]:
     """The roles whose text a template reads as content parts, `[{"type": "text", "text": …}]`, not as a string.
 
@@ -57,9 +112,8 @@ def roles_of_parts(render: Render) -> frozenset[str]:
     def shows(role: str, messages: Messages, parts: frozenset[str]) -> bool | None:
         """Whether all texts of a role are in the rendering; None where the messages are refused."""
         for opening in ([], [RULES]):  # some templates refuse conversations without
-            formed = [as_parts(one) if one["role"] in parts else one for one in [*opening, *messages]]
             with suppress(ValueError):
-                text = render(formed, False)
+                text = render(MessageForm(parts).of([*opening, *messages]), False)
                 return all(message["content"] in text for message in messages if message["role"] == role)
         return None
 

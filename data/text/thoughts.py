@@ -34,6 +34,18 @@ def opens_thought(prompt: str) -> bool:
     return prompt.rstrip().endswith((*MARKS, *IN_PROMPTS))
 
 
+def empty_thought(prompt: str, written: str, answer: str) -> str | None:
+    """What a chat template writes before a recorded answer that has no thought, where that ends one; None else.
+
+    written: its rendering behind the prompt. Example: `</think>\\n\\n` before `4.`, where the prompt opens the thought
+    """
+    if not answer.strip() or any(mark in answer for mark in KNOWN_MARKS):
+        return None
+    before, found, _ = written.partition(answer.strip())
+    opened = [mark for mark in MARKS if mark in before or prompt.rstrip().endswith(mark)]
+    return before if found and any(MARKS[mark] in before for mark in opened) else None
+
+
 def without_thoughts(answer: str, in_thought: bool = False) -> str:
     """What follows an answer's last thought; of an answer that ends within a thought, what comes before it.
 

@@ -112,24 +112,24 @@ def misplaced() -> ConversationError:
     )
 
 
-def untrained(number: int, answer: str) -> ConversationError:
+def untrained(turn: str, answer: str) -> ConversationError:
     """The error of a turn to be trained on that has no tokens or, with an `answer`, none for that."""
     if answer:
         return ConversationError(
-            f"an answer that is trained on has tokens, and turn {number} (assistant) has none but its end: the "
+            f"an answer that is trained on has tokens, and {turn} has none but its end: the "
             f"tokenizer has none for {answer[:20]!r}; leave it out"
         )
     return ConversationError(
-        f"an answer that is trained on has tokens, and turn {number} (assistant) has none: the chat "
+        f"an answer that is trained on has tokens, and {turn} has none: the chat "
         "template closes it with no end token of the target; name that token as eos_token_id in its "
         "generation_config.json, mark the turn with {% generation %}, or give it weight 0"
     )
 
 
-def unlocated(number: int) -> ConversationError:
+def unlocated(turn: str) -> ConversationError:
     """The error of a turn to be trained on whose tokens neither its text nor a block shows."""
     return ConversationError(
-        f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens cannot be located; "
+        f"the chat template rewrites more than the text of {turn}, so its tokens cannot be located; "
         "mark each answer with one {% generation %} … {% endgeneration %} block in the template, or give it weight 0"
     )
 

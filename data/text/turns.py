@@ -11,6 +11,13 @@ from draft_heads.data.text.template_probe import Messages
 _NO_PART = {"role", "name", "tool_call_id", "metadata"}  # keys of a message whose text is no part of what it says
 
 
+def turn_name(messages: Messages, number: int) -> str:
+    """A message among those of its role. Example: `assistant turn 2`, the second answer, whether the file has the
+    system text as a turn or beside the turns."""
+    role = messages[number].get("role")
+    return f"{role} turn {sum(message.get('role') == role for message in messages[: number + 1])}"
+
+
 def trained_answers(messages: Messages) -> list[int]:
     """The number of each message that is an answer to be trained on."""
     return [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("trained") is not False]

@@ -29,6 +29,7 @@ ONLY = {
     **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1, "logit_scale": 1.0},
     **{"norm_before_residual": False, "norm_output": False, "partial_rotary_factor": 1.0},
     **{"return_hidden_post_norm": False, "use_mtp_layernorm": False, "use_aux_hidden_state": True},
+    **{"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "parallel_draft_step": 1},
     "layer_types": "full_attention",
 }
 """Settings of other heads that this block does not have: their only values here, which are the loaders' defaults; of

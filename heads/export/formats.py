@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draft_heads.data.common.files import read_object, write_tensors, write_text
 from draft_heads.heads.base import DraftHead, Rows, TargetView
-from draft_heads.heads.checkpoint import ANEW, malformed
+from draft_heads.heads.checkpoint import ANEW, foreign_form, malformed
 from draft_heads.heads.config import CONFIG
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
 
@@ -133,14 +133,10 @@ def stated_target(config: dict[str, Any]) -> str:
 
 def format_of(config: dict[str, Any], folder: Path) -> str:
     """Which format a config.json is in."""
-    if config.get("speculators_model_type") == "eagle3":
-        return "speculators"
-    if "medusa_num_heads" in config:
-        return "tgi-medusa"
-    if config.get("model_type") == "medusa":
-        return "vllm-medusa"
-    if any("Eagle3" in name for name in config.get("architectures") or ()):
-        return "eagle3"
+    if form := foreign_form(config):
+        return form
+    if "kind" in config and "format_version" in config:
+        raise ValueError(f"a head in another form is imported; {folder} is one of this project's: use it as it is")
     raise ValueError(
         f"{folder / CONFIG} names none of the formats {', '.join(FORMATS)}; give a head of one of them, or pass "
         "--format where it is in one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from transformers.utils import cached_file
 
 from draft_heads.data.common.pretrained import MAY_BE_MISSING
-from draft_heads.heads.checkpoint import read_config
+from draft_heads.heads.checkpoint import foreign_form, read_config
 
 _BEFORE_PATH = re.compile(r"(?:\w+=)?(?:\w+:)?")  # of a field: `tuned=` or `via=`, `KIND:`
 
@@ -61,6 +62,7 @@ def kind_at(path: str) -> str:
     """The kind of the head at a folder or hub id, or `draft_model` for a causal language model."""
     with suppress(OSError, ValueError):  # a folder that is not there and no hub id either: `read_config` says so
         config = cached_file(path, "config.json", **MAY_BE_MISSING)
-        if config is not None and re.search(r'"model_type"\s*:', Path(config).read_text(encoding="utf-8")):
+        found = None if config is None else json.loads(Path(config).read_text(encoding="utf-8"))
+        if isinstance(found, dict) and "model_type" in found and not foreign_form(found):
             return "draft_model"
     return str(read_config(path)["kind"])

@@ -219,8 +219,16 @@ def check_answers(output: Path, overwrite: bool, answers: bool = True) -> None:
         )
 
 
+def _is_of_a_run(answers: Path) -> bool:
+    """Whether `write_answers` wrote a file, also one without answers; others that stand beside are someone's."""
+    with answers.open(encoding="utf-8", errors="replace") as lines:
+        first = lines.readline()
+    return not first or f'"{LENGTHS}":' in first
+
+
 def write_answers(output: Path, evaluation: Evaluation, batch_size: int = 1, tokenizer: str | None = None) -> None:
-    """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run.
+    """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run
+    and no other file.
 
     tokenizer: the `tokenizer_hash` of the target, without which nobody can read the token ids
 
@@ -228,7 +236,7 @@ def write_answers(output: Path, evaluation: Evaluation, batch_size: int = 1, tok
     """
     folder = output / "answers"
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("*.jsonl"):
+    for stale in filter(_is_of_a_run, folder.glob("*.jsonl")):
         stale.unlink()
     turns: dict[str, dict[tuple[str, int], list[TurnRecord]]] = {name: {} for name in evaluation.drafters}
     for record in evaluation.records:

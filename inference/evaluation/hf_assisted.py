@@ -7,13 +7,18 @@ hf_draft=transformers,assistant=DIR         drafts of a smaller model, as `gener
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
+from transformers.utils import cached_file
 
-from draft_heads.data.common.pretrained import load_config
+from draft_heads.data.common.pretrained import MAY_BE_MISSING, load_config
+from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.words import split_pairs
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
@@ -21,6 +26,8 @@ from draft_heads.inference.evaluation.hf_generate import HFGenerate, hf_generate
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
 from draft_heads.inference.target.loading import check_complete, readable
 from draft_heads.inference.target.target import Target
+
+logger = logging.getLogger(__name__)
 
 
 def parse_hf_row(text: str) -> tuple[str, dict[str, str]] | None:
@@ -62,8 +69,25 @@ def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
                 f"an assistant has its target's vocabulary, of {target.vocab_size:,} tokens with its padding; {path} "
                 f'has {own:,}; pass a smaller model whose config.json has "vocab_size": {target.vocab_size}'
             )
+        _tell_of_its_tokenizer(path, target)
         return HFAssisted(target, {}, assistant)
     return HFGenerate(target)
+
+
+def _tell_of_its_tokenizer(path: str, target: Target) -> None:
+    """A line where an assistant comes with another tokenizer, whose drafts may be other words."""
+    own = None
+    if target.tokenizer is not None and cached_file(path, "tokenizer.json", **MAY_BE_MISSING) is not None:
+        with suppress(Exception):  # which `generate` does not read
+            own = load_tokenizer(path, option="assistant")
+    if own is None:
+        return
+    if tokenizer_hash(own, special=False) != tokenizer_hash(target.tokenizer, special=False):
+        logger.warning(
+            "an assistant should have its target's tokenizer; that of %s is another: its drafts may be other words, "
+            "of which few are accepted; a model of the target's family has the same",
+            path,
+        )
 
 
 class HFAssisted(HFGenerate):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.text.benchmarks import Question
-from draft_heads.data.text.rendering import ChatRenderer, closing_token
+from draft_heads.data.text.end_tokens import closing_token
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
 from draft_heads.inference.evaluation.answer_files import Answer, QuestionKey, check_one_benchmark, some

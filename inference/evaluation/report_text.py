@@ -255,6 +255,24 @@ def results_notes(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def caveats(report: dict[str, Any]) -> list[str]:
+    """What is to be known of the figures of a report where they stand in another table."""
+    lossy = str(report["settings"].get("acceptance", "")).startswith("typical")
+    unexplained = [
+        f"{row['benchmark']} {shown_name(row)} {row['lossless']['unexplained']} of {row['lossless']['turns']}"
+        for row in overall(report["results"])
+        if (row["lossless"] or {}).get("unexplained")
+    ]
+    return [
+        *(["Acceptance is typical, which is LOSSY: the answers are not the target's own."] if lossy else []),
+        *([f"Answers that differ from generate's, UNEXPLAINED: {', '.join(unexplained)}."] if unexplained else []),
+        *skipped_note(report),
+        *cut_note(report),
+        *few_turns_note(report),
+        *slow_note(report),
+    ]
+
+
 WHY_SKIPPED = "a prompt did not fit the context or the chat template refuses it"
 
 

@@ -214,6 +214,7 @@ class ChatRequest(DecodingRequest):
         must_be("a list of at least one message", 'write [{"role": "user", "content": "…"}]'),
     ]
     max_completion_tokens: Limit = None
+    reasoning_effort: Annotated[Text | None, must_be("a word that the chat template reads")] = None
     chat_template_kwargs: Annotated[
         dict[str, bool | int | float | str | None] | None,
         must_be("settings that the chat template reads", 'write for example {"enable_thinking": false}'),
@@ -239,29 +240,38 @@ class ChatRequest(DecodingRequest):
 
     def _extra(self, target: Target) -> dict[str, Any]:
         """What the chat template reads beside the messages."""
-        given = self.chat_template_kwargs or {}
-        try:
-            extra = further_of_row({"chat_template_kwargs": given}, (), ()).extra
-            if extra:
-                target.renderer.check_read([], extra)
-        except ConversationError as error:
-            rule = f"chat_template_kwargs must be settings that the chat template reads ({error})"
-            message = f"{rule}; got {shown(given)}; leave out what it does not read"
-            raise unusable("chat_template_kwargs", message) from None
+        extra: dict[str, Any] = {}
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        for name, given in (("chat_template_kwargs", self.chat_template_kwargs or {}), ("reasoning_effort", effort)):
+            try:
+                found = further_of_row({"chat_template_kwargs": given}, (), ()).extra
+                if found:
+                    target.renderer.check_read([], found)
+                if any(extra.get(key, value) != value for key, value in found.items()):
+                    raise ConversationError("chat_template_kwargs has another value")
+            except ConversationError as error:
+                rule = f"{name} must be what the chat template reads ({error})"
+                raise unusable(name, f"{rule}; got {shown(given)}; leave out what it does not read") from None
+            extra |= found
         return extra
 
 
 class CompletionRequest(DecodingRequest):
-    """`POST /v1/completions`: up to 16 texts, or texts already split into token ids."""
+    """`POST /v1/completions`: up to 16 texts, or texts already split into token ids.
+
+    A text that begins with the token that the tokenizer writes before texts, as one that the client rendered with the
+    chat template, gets no second one; with `add_special_tokens` false the tokenizer writes none at all.
+    """
 
     source: ClassVar[str] = "prompt"
     continues: ClassVar[bool] = True
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"add_special_tokens": (True,)}
 
     prompt: Annotated[
         str | list[str] | list[Whole] | list[list[Whole]],
         must_be("a text, a list of texts, a list of token ids, or a list of such lists", "write one of them"),
     ]
+
+    add_special_tokens: Switch = None
 
     def limit(self, server: ServerLimits) -> tuple[str, int]:
         return "max_tokens", self.max_tokens or min(16, server.max_new_tokens)  # the API's default
@@ -274,13 +284,21 @@ class CompletionRequest(DecodingRequest):
             raise ValueError(f"prompt takes up to 16 texts; got {len(given)}; send several requests")
         prompts = []
         for one in given:
-            if isinstance(one, str):
-                check_unicode(one)
-            prompt = target.tokenizer(one)["input_ids"] if isinstance(one, str) else one
+            prompt = self._tokens(target, one) if isinstance(one, str) else one
             if not prompt:
                 raise ValueError(f"prompt must have at least one token; got {one!r}; write a text")
             prompts.append(checked_ids(target, prompt, "prompt"))
         return prompts
+
+    def _tokens(self, target: Target, text: str) -> list[int]:
+        check_unicode(text)
+        tokenizer = target.tokenizer
+        bare: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.add_special_tokens is False:
+            return bare
+        ids: list[int] = tokenizer(text)["input_ids"]
+        twice = bare[:1] == [tokenizer.bos_token_id] and ids[: len(bare) + 1] == [bare[0], *bare]
+        return ids[1:] if twice else ids
 
 
 class ServerLimits(BaseModel):

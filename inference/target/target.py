@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.configs.options import dtype_from_name, explain_out_of_memory
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_settings, configured_ends
-from draft_heads.data.text.rendering import ChatRenderer, end_token_ids
+from draft_heads.data.text.end_tokens import end_token_ids
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.data.text.thoughts import opens_thought
 from draft_heads.data.text.token_spans import PLAIN, AnswerForm, answer_tokens
 from draft_heads.inference.target import labels, sharded, views

@@ -3,9 +3,10 @@
     python scripts/bench/batch.py --target TARGET --drafters ctc=RUN/head … [--sizes 1 2 4 8 16] [--max_nodes 32]
 
 The same questions of the project's own are answered at every batch size, without drafts and with each drafter, the arms
-in turn. Every answer must be the one that decoding alone gives. Of each size: γ against the plain loop of that size,
-speed over the plain loop of one text, and, on a CPU, drafting's share of the time, prompts included, and the time of a
-draft (to read a step and propose after it) over that at one text. Medians of the rounds.
+in turn. `other_answers` counts those that are not the ones of decoding alone without drafts, or that change from round
+to round: in float32 and float64 none, else the status is 1; in half precision near ties. Of each size: γ against the
+plain loop of that size, speed over the plain loop of one text, and, on a CPU, drafting's share of the time, prompts
+included, and the time of a draft (to read a step and propose after it) over that at one text. Medians of the rounds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from functools import partial
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
+
+import torch
 
 from draft_heads.data.common.console import plain_console
 from draft_heads.inference.batch import BatchEngine
@@ -43,6 +46,7 @@ class CountedBatches:
         drafter.observe = self._timed  # type: ignore[method-assign]
         self._on_cpu, self._drafting = target.device.type == "cpu", 0.0
         self.answers: list[list[int]] = []
+        self.changed = set[int]()  # the answers that were others in the round before
         self.beta, self.drafts = 0.0, 0
         self.draft_seconds: list[float] = []
         self.shares: list[float] = []
@@ -65,13 +69,17 @@ class CountedBatches:
         self.drafts, self._drafting = 0, 0.0
         answers = self._engine.generate(texts, settings)
         earlier, self.answers = self.answers, [answer.tokens for answer in answers]
-        if earlier and earlier != self.answers:
-            raise AssertionError(f"{self.size} texts at once got other answers than in the round before")
+        self.changed |= differing(earlier, self.answers)
         self.beta = sum(map(len, self.answers)) / sum(answer.target_steps for answer in answers)
         if self._on_cpu:  # else the device drafts beside the host
             drafting, total = (sum(answer.seconds[part] for answer in answers) for part in ("draft", "total"))
             self.draft_seconds.append(self._drafting / max(self.drafts, 1))  # none where prefills end every answer
             self.shares.append(drafting / total)
+
+
+def differing(some: list[list[int]], others: list[list[int]]) -> set[int]:
+    """The numbers of the answers that are not the same."""
+    return {number for number, (one, other) in enumerate(zip(some, others)) if one != other}
 
 
 def measure(
@@ -83,8 +91,7 @@ def measure(
     tokens: int,
     rounds: int,
 ) -> list[dict[str, Any]]:
-    """A row for every size and drafter, one text, which figures are over, among the sizes; AssertionError if an answer
-    depends on either."""
+    """A row for every size and drafter, one text, which figures are over, among the sizes."""
     sizes = sorted({1, *sizes})
     settings = GenerationSettings(tokens)
     engines = {(spec.name, size): CountedBatches(target, spec, nodes, size) for size in sizes for spec in specs}
@@ -97,13 +104,13 @@ def measure(
     alone = "vanilla", sizes[0]
     rows = []
     for (name, size), engine in engines.items():
-        if engine.answers != engines[alone].answers:
-            raise AssertionError(f"{name} at {size} texts at once gave other answers than vanilla at {sizes[0]}")
+        others = differing(engines[alone].answers, engine.answers)
         times, first = taken[name, size], engines[name, sizes[0]]
         rows.append(
             {
                 "drafter": name,
                 "batch_size": size,
+                "other_answers": len(others | engine.changed),
                 "beta": engine.beta,
                 "gamma": median(taken["vanilla", size], times),
                 "over_plain_alone": median(taken[alone], times),
@@ -116,7 +123,7 @@ def measure(
     return rows
 
 
-def main() -> None:
+def main() -> bool:
     parser = target_parser(__doc__)
     add = parser.add_argument
     add("--drafters", nargs="+", default=["ngram"], help="as in scripts/evaluate.py")
@@ -136,6 +143,11 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in ("sizes", "max_nodes", "questions", "max_new_tokens", "rounds")}
     made_on = environment(str(target.device))
     print(json.dumps({"target": args.target, "settings": settings, "environment": made_on, "rows": rows}))
+    exact = target.dtype in (torch.float32, torch.float64)
+    if exact and (others := sum(row["other_answers"] for row in rows)):
+        print(f"{others} answers are not those of decoding alone: `other_answers` says where", file=sys.stderr)
+        return False
+    return True
 
 
 if __name__ == "__main__":

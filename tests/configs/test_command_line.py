@@ -37,6 +37,14 @@ from draft_heads.configs.options import true_or_false
             ["--frames"],
             "error: --frames must have a value; got none; write --frames=VALUE, also one that begins with a dash\n",
         ),
+        (
+            ["--folder="],
+            "error: --folder must have a value; got none; write --folder=VALUE, also one that begins with a dash\n",
+        ),
+        (
+            ["--names", "a", ""],
+            "error: --names must have a value; got none; write --names=VALUE, also one that begins with a dash\n",
+        ),
         (["--mode", "some"], "error: --mode must be one of 'no', 'steps'; got 'some'; pick one\n"),
         (["--cut", "maybe"], "error: --cut must be true or false; got 'maybe'; write true or false\n"),
         (["-n", "maybe"], "error: -n must be a whole number; got 'maybe'; write for example 12\n"),
@@ -46,6 +54,8 @@ def test_a_wrong_flag_is_answered_in_a_sentence(capsys, arguments, told):
     parser = OptionParser()
     parser.add_argument("--frames", type=int)
     parser.add_argument("--rate", type=float)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--names", nargs="+")
     parser.add_argument("--mode", choices=["no", "steps"])
     parser.add_argument("--cut", type=true_or_false)
     parser.add_argument("-n", "--number", type=int)
@@ -89,6 +99,8 @@ def test_values_of_a_file_are_read_as_flags_on_the_command_line_are(tmp_path):
         ("drafters: ngram ctc=x/head", "drafters must be a list such as [ngram, ctc=x/head]; got 'ngram ctc=x/head'"),
         ("drafters: [a, ]\nlayers:\n- 1\n-", "layers must be a whole number; got None; write"),
         ("drafters:\n- a\n-", "drafters must be a text; got None; write a word"),
+        ("output: ''", "output has no value; give one, or delete the line"),
+        ("drafters: [a, '']", "drafters has no value; give one, or delete the line"),
         ("all: maybe", "all must be true or false; got 'maybe'; write"),
         ("list_drafters: true", "unknown list_drafters; valid keys: limit, "),
         ("help: true", "unknown help"),

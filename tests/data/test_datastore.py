@@ -244,7 +244,7 @@ def test_a_thought_that_the_template_drops_is_refused_or_counted_as_in_distillat
         *({"from": "gpt", "value": text} for text in ("Greet.</think>Hello.", "Hello.")),
     )
     source.write_text(json.dumps([{"conversations": [ask, thinks]}]))
-    with pytest.raises(ValueError, match=r"leaves out at least \d+ characters of the answer in turn 1"):
+    with pytest.raises(ValueError, match=r"leaves out at least \d+ characters of assistant turn 1"):
         build_datastore(str(source), tokenizer, tmp_path / "refused")
     source.write_text(json.dumps([{"conversations": [ask, thinks, ask, says]}]))
     build_datastore(str(source), tokenizer, tmp_path / "counted")

@@ -9,12 +9,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.heads.export.formats import read_folder, write_folder
+from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.target.target import Target
 from tests.heads.test_export import TARGET, eagle3, medusa
 from tests.inference.models import make_head
 from tests.running import run_script
+
+
+@pytest.mark.parametrize("form", ["eagle3", "speculators", "vllm-medusa", "tgi-medusa"])
+def test_a_head_in_another_form_is_answered_with_the_script_that_reads_it(tmp_path, form):
+    """Named as a drafter it is no draft model, though its config.json may have a model_type."""
+    head = eagle3() if form in ("eagle3", "speculators") else medusa()
+    write_folder(head, form, tmp_path / "x", TARGET, "some/target")
+    told = rf"has a head in another form, {form}; read it once with scripts/import_head\.py --head .*x --target TARGET"
+    for read in (lambda: read_config(tmp_path / "x"), lambda: DrafterSpec.parse(f"mine={tmp_path}/x")):
+        with pytest.raises(ValueError, match=told):
+            read()
 
 
 def swapped(ids):
@@ -82,6 +94,12 @@ EAGLE = [
         put("config", eagle_config=lambda x: x | {"return_hidden_post_norm": True}),
         "return_hidden_post_norm must be False; got True",
     ),
+    (
+        0,
+        put("config", eagle_config=lambda x: x | {"use_last_layernorm": False}),
+        "use_last_layernorm must be True; got",
+    ),
+    (0, put("config", eagle_config=lambda x: x | {"parallel_draft_step": 4}), "parallel_draft_step must be 1; got 4"),
     (0, put("config", hidden_size=str), "hidden_size must be a whole number; got '32'"),
     (
         0,

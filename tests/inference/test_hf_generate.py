@@ -1,6 +1,7 @@
 """transformers' `generate` as an engine: the oracle's tokens under every stop rule, and no step too many."""
 
 import json
+import shutil
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from draft_heads.inference.evaluation.hf_assisted import _Rounds, hf_engine
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, _StopRule, stop_length
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings, Stopper
+from draft_heads.inference.target.target import Target
 from tests.inference.models import load_target, make_prompts
 
 TOKENIZER = SimpleNamespace(
@@ -203,6 +205,24 @@ def test_an_assistant_of_another_vocabulary_is_refused(target, tmp_path):
     LlamaForCausalLM(LlamaConfig(vocab_size=target.vocab_size + 1, **sizes)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="an assistant has its target's vocabulary, of"):
         hf_engine(target, {"assistant": str(tmp_path)})
+
+
+def test_an_assistant_of_another_tokenizer_is_told(tmp_path, caplog):
+    """Of as many tokens, among which two are swapped."""
+    tiny = Target.from_pretrained("tests/tiny_target", device="cpu")
+    shutil.copytree("tests/tiny_target", tmp_path / "other")
+    tiny.model.save_pretrained(tmp_path / "bare")  # without a tokenizer
+    for folder in ("other", "bare"):
+        hf_engine(tiny, {"assistant": str(tmp_path / folder)})
+    assert not caplog.messages
+    file = tmp_path / "other/tokenizer.json"
+    state = json.loads(file.read_text())
+    words = state["model"]["vocab"]
+    one, other = list(words)[-2:]
+    words[one], words[other] = words[other], words[one]
+    file.write_text(json.dumps(state))
+    hf_engine(tiny, {"assistant": str(tmp_path / "other")})
+    assert f"that of {tmp_path / 'other'} is another: its drafts may be other words" in caplog.text
 
 
 def test_stop_strings_need_a_tokenizer(target, prompt):

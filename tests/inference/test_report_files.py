@@ -60,6 +60,15 @@ def test_answers_of_an_earlier_run_do_not_stay(tmp_path):
     assert [path.name for path in (tmp_path / "answers").iterdir()] == ["new.jsonl"]
 
 
+def test_answers_that_someone_laid_beside_stay(tmp_path, evaluation):
+    """As those of another project, to be scored against these."""
+    write_answers(tmp_path, evaluation)
+    own = tmp_path / "answers" / "baseline.jsonl"
+    own.write_text(json.dumps({"question_id": 1, "model_id": "vicuna", "choices": []}) + "\n")
+    write_answers(tmp_path, Evaluation([], ("new",)))
+    assert sorted(path.name for path in own.parent.iterdir()) == ["baseline.jsonl", "new.jsonl"]
+
+
 def test_what_no_run_wrote_is_not_deleted(tmp_path):
     own = tmp_path / "answers" / "mine.jsonl"
     own.parent.mkdir()

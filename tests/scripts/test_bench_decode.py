@@ -1,6 +1,7 @@
 """The decoding benchmark runs on a CPU and ends with one JSON line that holds what it promises."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench import decode as bench_decode
 from draft_heads.scripts.bench.decode import ScriptedAcceptance, ratio, schedule
 from tests.inference.models import load_target, make_head
@@ -82,8 +84,29 @@ def test_a_flag_of_a_config_that_nothing_reads_is_refused(monkeypatch, capsys, t
 
 def test_a_schedule_spreads_whole_numbers_around_its_mean():
     assert schedule(2.5, 4) == [2, 3, 2, 3] and schedule(3.0, 3) == [3, 3, 3]
-    for mean in (2.3, 3.3, 4.3):
-        assert sum(schedule(mean)) == round(20 * mean) and set(schedule(mean)) == {int(mean), int(mean) + 1}
+    for mean in (2.3, 3.3, 4.3, 2.78, 2.33, 1.97, 2.02, 1.04):
+        assert sum(schedule(mean)) == round(100 * mean) and set(schedule(mean)) == {int(mean), int(mean) + 1}
+
+
+def test_a_drafter_may_have_a_name_that_begins_as_a_baselines(monkeypatch, capsys):
+    status, out, _ = run(monkeypatch, capsys, "--target", "tests/tiny_target", "--drafters", "vanilla_x=ngram")
+    assert status == 0 and json.loads(out.splitlines()[-1])["vanilla_x"]["beta"] >= 1
+
+
+def test_the_baseline_has_a_cache_and_no_beams_whatever_the_checkpoint_says(tmp_path):
+    """Each forward after the prompt reads one token of one text."""
+    own = {"use_cache": False, "num_beams": 4, "stop_strings": ["a"], "max_length": 9, "penalty_alpha": 0.6, "top_k": 4}
+    shutil.copytree("tests/tiny_target", tmp_path / "target")
+    (tmp_path / "target/generation_config.json").write_text(json.dumps(own))
+    target = Target.from_pretrained(str(tmp_path / "target"), "float32", "cpu")
+    shapes = []
+    target.model.register_forward_pre_hook(
+        lambda model, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    for kind in ("eager", "static"):
+        shapes.clear()
+        bench_decode.generating(target, kind, [[5, 6, 7, 8]], 8)()
+        assert shapes == [(1, 4), *[(1, 1)] * 7]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -126,9 +126,16 @@ def test_what_a_drafter_learned_on_one_benchmark_does_not_count_on_another(tmp_p
     report["settings"]["threads_of_runs"] = ["1 thread", "2 threads that spin while they wait"]
     assert "1 thread or 2 threads that spin while they wait, draft-heads" in measure_study.surroundings_of(report)
     report["environment"]["torch"], report["target"]["dtype"] = "1.2", "bfloat16"
+    report["settings"]["acceptance"], row = "typical (LOSSY)", report["results"][0]
+    row["lossless"]["unexplained"], row["skipped"] = 2, 1
     (out / "plain_first" / "report.json").write_text(json.dumps(report))
     measure_study.write_study(read_study(str(study)), found[named], inputs, out, False)
     told = (out / "study.md").read_text().partition("whose times do not compare: bfloat16 on ")[2].splitlines()[0]
+    caveats = json.loads((out / "study.json").read_text())["notes"]
+    for note in ("Acceptance is typical, which is LOSSY", "With fewer than 20 answered turns", "Turns skipped because"):
+        (own,) = [one for one in caveats if one.startswith(f"plain_first: {note}")]
+        assert own in (out / "study.md").read_text()
+    assert any(one.startswith("plain_first: Answers that differ from generate's, UNEXPLAINED: f") for one in caveats)
     assert "torch 1.2" in told and told.endswith(f"(plain_first); {place} (plain_second).")
     (alone,), (_, after) = (values.values() for values in found.values())
     assert after == alone  # `first` had the same questions

@@ -29,7 +29,6 @@ def test_the_programs_options_are_checked():
         ("--max_waiting 0", "--max_waiting must be at least 1"),
         ("--temperature -1", "temperature must be 0"),
         ("--temperature inf", "temperature must be 0 .* and finite; got inf; leave it out for greedy decoding"),
-        ("--served_model_name=", "must be a text; got none; write a name, or leave it out"),
         ("", "--target"),
     ]:
         arguments = ["--target", "tests/tiny_target", *wrong.split()] if wrong else []

@@ -300,6 +300,7 @@ def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
     for first, *further in (path.split(".") for path in FIGURES if path not in ("score.accuracy", *SCORES)):
         assert further[0] in row[first] if further else first in row  # scores are of other benchmarks
     content = json.loads((tmp_path / "out" / "mine" / "study.json").read_text())
+    assert any(note.startswith("plain_mt_bench: Answers cut at the longest length") for note in content["notes"])
     assert content["rows"][0]["values"] == {"GSM8K β": None, "γ": 1.0, "β": 1.0}
     assert content["published"] == {"Vicuna-7B": {"Vanilla": {"GSM8K β": None, "γ": 1, "β": 1}}}
     assert "γ of" not in made

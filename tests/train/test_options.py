@@ -269,7 +269,7 @@ def test_print_recipe_needs_no_target_and_names_the_memory(capsys):
     assert "15 GiB, is split among the 8, but for what heads read)" in split
     assert "156 GiB on 1 GPU; 156 / 146 / 145 / 143 GiB" in printed_recipe(capsys, "--config", "70b")
     assert "44 GiB on 1 GPU; 44 / 32 / 30 / 28 GiB" in printed_recipe(capsys, "--config", "8b", kind="hydra")
-    assert "--target must name a folder" in refused(capsys, "--target", "", "--print_recipe")
+    assert "--target must have a value; got none" in refused(capsys, "--target", "", "--print_recipe")
 
 
 def test_print_recipe_of_a_target_is_what_its_run_takes(capsys, tmp_path):
@@ -326,7 +326,7 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--save_only_model", "true"], "--save_only_model leaves the optimizer out of checkpoints"),
         (["--max_minutes", "1", "--eval_steps", "0.2"], "--eval_steps must be a number of steps with --max_minutes"),
         (["--held_out", "0"], "--held_out"),
-        (["--output_dir", ""], "--output_dir must name a folder"),
+        (["--output_dir", ""], "--output_dir must have a value; got none"),
         (["--seed", "-1"], "--seed must be at least 0"),
         (["--data_seed", "99999999999999999999"], "--data_seed must be at least 0 and below 2^32"),
         (["--adam_beta1", "1.5"], "--adam_beta1 must be at least 0 and below 1; got 1.5"),

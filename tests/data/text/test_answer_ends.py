@@ -2,7 +2,8 @@
 
 import pytest
 
-from draft_heads.data.text.rendering import ChatRenderer, end_token_ids
+from draft_heads.data.text.end_tokens import end_token_ids
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.generation import TextPieces
 from tests.data.text.test_chat_forms import SYSTEM
 from tests.data.text.test_row_keys import ANSWER, USER

@@ -6,7 +6,8 @@ import pytest
 from draft_heads.data.labels.answers import Answer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
-from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
+from draft_heads.data.text.end_tokens import end_token_ids
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from draft_heads.data.text.token_spans import PLAIN, answer_tokens
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, render_conversation, render_prompt, trained_runs
@@ -118,7 +119,7 @@ def test_an_answer_whose_thought_is_dropped_is_refused_and_an_earlier_one_is_cou
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
     renderer, thought = ChatRenderer(tokenizer), "<think>\nHm, 2 + 2.\n</think>\n\n"
     for answer in (thought + "Four.", thought):
-        with pytest.raises(ConversationError, match=r"at least 21 characters of .* turn 1 \(as.*labels generate"):
+        with pytest.raises(ConversationError, match=r"at least 21 characters of assistant turn 1, .*labels generate"):
             renderer.conversation([CHAT[0], {"role": "assistant", "content": answer}])
     chat = [CHAT[0], {"role": "assistant", "content": thought + "Four."}, *CHAT[2:]]
     for _ in range(2):

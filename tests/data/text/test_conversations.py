@@ -17,6 +17,7 @@ from draft_heads.data.text.conversations import (
     parse_record,
     read_conversations,
 )
+from draft_heads.data.text.turn_lists import turns_of
 from tests.tiny_chat import load_conversations
 
 GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
@@ -267,3 +268,27 @@ def test_tools_that_the_system_text_lists_are_not_listed_once_more(tmp_path, cap
     assert "rows whose system text lists the tools, and nothing else does: 1" in caplog.text
     questions = load_benchmark("own", write_lines(tmp_path / "q.jsonl", [row, *others]))
     assert [len(one.extra.get("tools", ())) for one in questions] == [0, 2, 1, 1, 0, 1]
+
+
+def test_turns_that_are_a_text_are_read_as_json():
+    """As columns of texts hold them; a text that is no list of turns is a prompt's own."""
+    for key in ("messages", "conversations", "prompt"):
+        for text in (json.dumps(MESSAGES), str(MESSAGES), json.dumps([dict(sorted(one.items())) for one in MESSAGES])):
+            assert parse_record({key: text}).messages == MESSAGES
+        braces = [{"content": "{a}\n{b}", "role": "user"}, MESSAGES[1]]
+        assert parse_record({key: json.dumps(braces)}).messages == braces
+        with pytest.raises(ConversationError, match="turns that are a text are a list in JSON \\(\"\\[\\{'role'"):
+            parse_record({key: str(MESSAGES).replace("}, {", "} {")})  # as numpy writes them
+    with pytest.raises(
+        ConversationError, match=r"turns that are a text are JSON in which an object has a key twice \('content'"
+    ):
+        parse_record({"messages": '[{"role": "user", "content": "a", "content": "b"}]'})
+    for prompt in (
+        '[{"role": "user", "content": "Hi"}] - is this valid?',
+        "[1, 2, 3]: what comes next?",
+        '[{"a": 1}]',
+        "['role', 'content']",
+        '[{"value": 3}, {"value": 4}]',
+    ):
+        turns, key = turns_of({"prompt": prompt})
+        assert (turns, key) == ([{"role": "user", "content": prompt}], "prompt")

@@ -72,7 +72,7 @@ def test_a_control_token_that_the_normaliser_makes_is_refused(normalizer, typed)
     tokenizer.add_tokens([AddedToken(own, normalized=True, special=True)])
     tokenizer.backend_tokenizer.add_special_tokens([AddedToken(own, normalized=True)])
     assert tokenizer(typed, add_special_tokens=False)["input_ids"] == [tokenizer.convert_tokens_to_ids(own)]
-    with pytest.raises(ConversationError, match=r"a control token in someone's text: '<\|user\|>' in turn 0 \(user\)"):
+    with pytest.raises(ConversationError, match=r"a control token in someone's text: '<\|user\|>' in user turn 1"):
         ChatRenderer(tokenizer).conversation(messages)
 
 
@@ -90,6 +90,6 @@ def test_a_tokenizer_that_loses_characters_is_told(folder, tmp_path, caplog):
     assert "does not keep every character, for example ï é ≈ 日 本 😀: heads learn texts without them" in told
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "日本語"}]
     with pytest.raises(
-        ConversationError, match=r"turn 1 \(assistant\) has none but its end: the tokenizer has none for '日本語'"
+        ConversationError, match=r"assistant turn 1 has none but its end: the tokenizer has none for '日本語'"
     ):
         ChatRenderer(tokenizer).conversation(messages)

@@ -237,9 +237,67 @@ def test_keys_that_differ_on_whether_a_turn_is_trained_on_are_refused():
 def test_answers_that_the_target_writes_anew_refuse_no_row(tmp_path):
     answer = CHAT[1] | {"function_call": {"name": "f"}, "image": "a.png", "mood": "glad"}
     rows = [{"messages": [CHAT[0], answer]}, {"prompt": "Add 2 and 3.", "chosen": "5", "rejected": "6"}]
+    made = {"reasoning": "Let me add.", "generations": ["9"], "finish_reasons": ["stop"], "chain_of_thought": "Hm."}
+    rows.append({"messages": [{"role": "user", "content": "Add 4 and 5."}], **made})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = read_conversations(str(path), "train", False, None, attrgetter("key"))
-    assert len(loaded.dataset) == 2 and not loaded.bad_rows
+    assert len(loaded.dataset) == 3 and not loaded.bad_rows
     with pytest.raises(ConversationError, match="'function_call' of a turn changes the text"):
         read_conversations(str(path), "train", False)
+
+
+@pytest.mark.parametrize(
+    ("question", "key", "value"),
+    [
+        ("小明有2个苹果，又买了3个，一共多少？", "answer", "5"),
+        ("请把你好世界翻译成英文", "input", "你好世界"),
+        ("แปลคำว่าสวัสดีเป็นภาษาอังกฤษ", "input", "สวัสดี"),
+        ("서울은 어디에 있나요?", "input", "서울"),
+        ("把你好world翻译成英文", "input", "你好"),
+    ],
+)
+def test_copies_are_found_in_scripts_without_spaces(question, key, value):
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "答案是5个。"}]
+    assert parse_record({"messages": chat, key: value}).messages == chat
+
+
+@pytest.mark.parametrize("value", ["1", "15个", "你号"])
+def test_what_is_a_part_of_a_number_or_stands_nowhere_is_no_copy_in_them(value):
+    chat = [{"role": "user", "content": "一共14个, 你好"}, {"role": "assistant", "content": "是15."}]
+    with pytest.raises(ConversationError, match="the key 'answer' holds text that no turn has"):
+        parse_record({"messages": chat, "answer": value})
+
+
+def test_a_passage_of_the_system_text_beside_the_turns_is_a_copy():
+    row = {"messages": CHAT, "system": "Use this: sums are small."}
+    assert parse_record(row | {"context": "sums are small."}).messages[1:] == CHAT
+    with pytest.raises(ConversationError, match="the key 'context' holds text that no turn has"):
+        parse_record(row | {"context": "sums are large."})
+
+
+@pytest.mark.parametrize("key", ["is_reasoning_complete", "is_target"])
+def test_an_answer_that_is_told_to_be_no_good_is_refused_under_these_names(key):
+    for value in (True, [True, True]):
+        assert parse_record({"messages": CHAT, key: value}).messages == CHAT
+    for value in (False, [False, True]):
+        with pytest.raises(ConversationError, match=f"the key '{key}' changes the text or the mask"):
+            parse_record({"messages": CHAT, key: value})
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["list", "JSON"])
+def test_functions_and_tools_are_one_form_for_templates(text):
+    bare = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": bare}]
+    as_text = {**bare, "parameters": json.dumps(bare["parameters"])}
+    forms = ({"tools": tools}, {"functions": [bare]}, {"functions": tools}, {"functions": tools, "tools": tools})
+    forms += ({"functions": [as_text]}, {"tools": [{"type": "function", "function": as_text}]})
+    for row in forms:
+        row = {key: json.dumps(value) if text else value for key, value in row.items()}
+        assert parse_record({"messages": CHAT, **row}).extra == {"tools": tools}
+    assert parse_record({"messages": CHAT, "tools": "null", "documents": "null"}).extra == {}
+    for other in ("", "none", "{'type': 'object'}"):
+        assert (
+            parse_record({"messages": CHAT, "tools": [{**bare, "parameters": other}]}).extra["tools"][0]["name"]
+            == "add"
+        )

@@ -77,7 +77,9 @@ def test_calls_after_the_end_at_which_the_target_stops_are_refused(words, marked
         f"{begin}{{{{ m.content + eos_token }}}}{end}{{% if m.tool_calls %}}{begin}{call}{end}{{% endif %}}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
-    with pytest.raises(ConversationError, match=r"writes '</s>', where the target stops, in the midst of turn 1"):
+    with pytest.raises(
+        ConversationError, match=r"writes '</s>', where the target stops, in the midst of assistant turn 1"
+    ):
         form.conversation([USER, called(words, "Paris"), RESULT, ANSWER])
     ids, mask = form.conversation([USER, called(words, "Paris", trained=False), RESULT, ANSWER])
     assert trained_runs(form.tokenizer, ids, mask) == ["Salut</s>"]
@@ -162,7 +164,7 @@ def test_a_thought_before_calls_is_trained_on_or_the_row_refused(drops):
     made = renderer(form, "<|return|>", "<|call|>")
     chat = [USER, called("", "Paris", thinking="A city."), RESULT, ANSWER]
     if drops:
-        with pytest.raises(ConversationError, match=r"leaves out at least 6 characters of the answer in turn 1"):
+        with pytest.raises(ConversationError, match=r"leaves out at least 6 characters of assistant turn 1"):
             made.conversation(chat)
         made.conversation([USER, {**chat[1], "trained": False}, RESULT, ANSWER])
         return
@@ -304,7 +306,7 @@ def test_a_template_that_cuts_a_text_by_what_it_says_is_refused(role, shown, wor
     messages = [{"role": "system", "content": "Be brief."}, USER]
     chat = [message | ({"content": LONG} if message["role"] == role else {}) for message in messages]
     for use in (lambda: cut.prompt(chat), lambda: cut.conversation([*chat, ANSWER])):
-        with pytest.raises(ConversationError, match=f"(?i)leaves out a part of the {role}'s text, with '{word}'"):
+        with pytest.raises(ConversationError, match=f"(?i)leaves out a part of {role} turn 1, with '{word}'"):
             use()
     assert cut.prompt(messages) and cut.conversation([*messages, ANSWER])
 

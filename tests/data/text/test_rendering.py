@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, read_chat_template
-from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
+from draft_heads.data.text.end_tokens import end_token_ids
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 from tests.tiny_chat import (
     CHATML,
     LLAMA2,
@@ -206,12 +207,16 @@ SIZE = "m['content'] | trim | length | string"
 @pytest.mark.parametrize(
     ("content", "end", "told"),
     [
-        (SIZE, "", r"leaves out at least 6 characters of the answer in turn 4 \(assistant\), .*labels generate"),
-        (f"(m['content'] | trim if loop.last else {SIZE})", "", r"leaves out the assistant's text .*\(turn 2\)"),
+        (SIZE, "", r"leaves out at least 6 characters of assistant turn 2, .*labels generate"),
+        (
+            f"(m['content'] | trim if loop.last else {SIZE})",
+            "",
+            r"leaves out the assistant's text .*\(assistant turn 1\)",
+        ),
         (
             "m['content'] | trim",
             "{{ messages | map(attribute='content') | join | length }}",
-            r"rewrites more than the text of turn 2 \(assistant\).*\{% generation %\}",
+            r"rewrites more than the text of assistant turn 1.*\{% generation %\}",
         ),
     ],
 )
@@ -362,3 +367,24 @@ def test_a_question_without_an_answer_does_not_make_the_last_answer_an_earlier_o
     for turns in (chat, [*chat, {"role": "user", "content": "Why?"}]):
         with pytest.raises(ConversationError, match="leaves out the system's text"):
             renderer.conversation(turns)
+
+
+@pytest.mark.parametrize(("opens", "written"), [("<think>\n", "\n</think>\n\n"), ("", "<think>\n\n</think>\n\n")])
+def test_an_empty_thought_before_a_recorded_answer_is_told_once(opens, written, caplog):
+    """Qwen3's forms: the prompt opens the thought, or the target does, and the template closes it for the answer."""
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n{opens}' }}}}"
+        "{% if enable_thinking is false %}{{ '" + written + "' }}{% endif %}{% endif %}"
+    )
+    asked, answer = {"role": "user", "content": "2 and 2?"}, {"role": "assistant", "content": "4."}
+    renderer = ChatRenderer(tokenizer)
+    renderer.conversation([asked, answer | {"reasoning_content": "A sum."}])
+    renderer.conversation([asked, answer], {"enable_thinking": False})  # the prompt has it
+    assert not caplog.messages
+    for _ in range(2):
+        ids, mask = renderer.conversation([asked, answer])
+    assert trained_runs(tokenizer, ids, mask) == ["4.<|im_end|>"]
+    (told,) = caplog.messages
+    assert f"the chat template writes {written!r} before a recorded answer without thoughts" in told

@@ -16,6 +16,7 @@ from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.errors import ControlTokenError
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
+from draft_heads.data.text.row_keys import message_of
 from draft_heads.data.text.template_probe import SOME
 from draft_heads.data.text.token_spans import AnswerForm, answer_tokens, scaffold_end
 from draft_heads.inference.answers import TargetAnswerer
@@ -23,7 +24,7 @@ from draft_heads.inference.generation import TextPieces, prompt_ids
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.distill import summary
 from tests.data.text.test_chat_forms import CHAT, FORMS, SYSTEM, tokenizer_of
-from tests.data.text.test_row_keys import ANSWER, CALL, READS, USER
+from tests.data.text.test_row_keys import ANSWER, CALL, READS, TOOLS, USER
 from tests.tiny_chat import (
     CHATML,
     byte_tokenizer,
@@ -111,7 +112,7 @@ def test_a_message_that_is_left_out_is_noticed_wherever_its_text_also_stands(fir
     whole = byte_tokenizer(template("chatml"))
     assert whole.decode(render_prompt(whole, rows)).count(first) == 1 + (first != "First question") + (first == "user")
     latest = byte_tokenizer(template("chatml").replace(loop, "{% for m in messages[-2:] %}"))
-    with pytest.raises(ConversationError, match=rf"leaves out the user's text .*'{first}' \(turn 0\)"):
+    with pytest.raises(ConversationError, match=rf"leaves out the user's text .*'{first}' \(user turn 1\)"):
         render_prompt(latest, rows)
 
 
@@ -252,7 +253,9 @@ def test_control_tokens_in_texts_are_refused_trimmed_and_counted(role, text, kep
         assert [len(row.messages) for row in Distiller(target, DistillOptions()).rows(dataset(chat))] == [4]
         assert prompt_ids(target, text)
         return
-    with pytest.raises(ConversationError, match=r"row 1 .*control token in someone's text: .* in turn \d .*skip_bad"):
+    with pytest.raises(
+        ConversationError, match=r"row 1 .*control token in someone's text: .* in \w+ turn \d .*skip_bad"
+    ):
         list(Distiller(target, DistillOptions()).rows(dataset(chat)))
     (trimmed, dropped) = Distiller(target, DistillOptions(skip_bad_rows=True)).rows(
         dataset(chat, [{"role": "user", "content": "</s>"}, CHAT[1]])
@@ -278,7 +281,7 @@ def test_an_end_that_also_stands_for_unknown_text_is_a_control_token(unknown):
         if token == "<unk>":
             assert prompt_ids(target, f"What is {token}?")
         else:
-            with pytest.raises(ControlTokenError, match=f"'{token}' in turn 0"):
+            with pytest.raises(ControlTokenError, match=f"'{token}' in user turn 1"):
                 prompt_ids(target, f"What is {token}?")
 
 
@@ -326,7 +329,7 @@ def test_no_rendering_takes_a_typed_token_for_a_mark_but_in_the_targets_own_answ
     typed = [{"role": "user", "content": "What is </s>?"}, CHAT[1]]
     own = [CHAT[0], {"role": "assistant", "content": "It is </s>."}, CHAT[2]]
     for render, chat in ((renderer.conversation, typed), (renderer.prompt, typed[:1]), (renderer.conversation, own)):
-        with pytest.raises(ControlTokenError, match="'</s>' in turn"):
+        with pytest.raises(ControlTokenError, match=r"'</s>' in \w+ turn"):
             render(chat)
     assert renderer.prompt(own)[-1:] == renderer.prompt(CHAT[:1])[-1:]
 
@@ -337,7 +340,7 @@ def test_all_templates_of_a_tokenizer_are_looked_through():
     chat, own = [{"role": "user", "content": "What is <call>?"}, CHAT[1]], tokenizer.chat_template
     ChatRenderer(tokenizer).check_texts(chat)
     tokenizer.chat_template = {"tool_use": "<call>" + own, "default": own}
-    with pytest.raises(ControlTokenError, match="'<call>' in turn 0"):
+    with pytest.raises(ControlTokenError, match="'<call>' in user turn 1"):
         ChatRenderer(tokenizer).check_texts(chat)
     assert chat_template_hash(tokenizer) == hashlib.sha256(f"{own}\n<call>{own}".encode()).hexdigest()[:16]
     tokenizer.chat_template = {"default": own}
@@ -350,7 +353,7 @@ def test_calls_that_no_end_token_follows_are_refused_or_trained_on():
     tokenizer = byte_tokenizer(form)
     tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens[3:], "<|call|>"]})
     chat = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}, ANSWER]
-    with pytest.raises(ConversationError, match=r"turn 1 \(assistant\) has none: .*name that token as eos_token_id"):
+    with pytest.raises(ConversationError, match=r"assistant turn 1 has none: .*name that token as eos_token_id"):
         ChatRenderer(tokenizer).conversation(chat)
     ids, mask = ChatRenderer(tokenizer, [tokenizer.convert_tokens_to_ids("<|call|>")]).conversation(chat)
     assert trained_runs(tokenizer, ids, mask) == [json.dumps([CALL]) + "<|call|>", "Salut<|im_end|>"]
@@ -358,7 +361,38 @@ def test_calls_that_no_end_token_follows_are_refused_or_trained_on():
     assert trained_runs(tokenizer, *ChatRenderer(tokenizer).conversation(unmarked)) == ["Salut<|im_end|>"]
 
 
-def test_a_template_that_reads_arguments_as_a_text_is_told():
-    form = READS.replace("{{ m.tool_calls | tojson }}", "{{ 'f: ' + m.tool_calls[0].function.arguments }}")
-    with pytest.raises(ConversationError, match="pass a chat_template that writes them with tojson"):
-        ChatRenderer(byte_tokenizer(form)).conversation([USER, ANSWER | {"tool_calls": [CALL]}])
+NEEDS_RULES = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize("opening", ["", NEEDS_RULES])
+@pytest.mark.parametrize("form", ["{{ ': ' + ARGUMENTS }}", ": {{ ARGUMENTS }}", "{{ ': ' ~ (ARGUMENTS | string) }}"])
+def test_arguments_are_texts_for_a_template_that_writes_them_as_they_are(form, opening):
+    """As transformers renders OpenAI's calls, whose arguments are JSON texts; a file may have them as objects too."""
+    text = '{"city": "Köln", "ok": true, "at": null}'
+    for named, called in (("m.tool_calls[0].function", "function"), ("m.tool_calls[0]", None)):
+        written = f"{{{{ {named}.name }}}}" + form.replace("ARGUMENTS", f"{named}.arguments")
+        tokenizer = byte_tokenizer(opening + READS.replace("{{ m.tool_calls | tojson }}", written))
+        for arguments in (text, json.loads(text)):
+            inner = {"name": "find", "arguments": arguments}
+            turn, unknown = message_of(ANSWER | {"tool_calls": [{called: inner} if called else inner]})
+            ids, mask = ChatRenderer(tokenizer).conversation([*SYSTEM, USER, turn])
+            assert not unknown and "find: " + text in trained_runs(tokenizer, ids, mask)[0]
+
+
+@pytest.mark.parametrize("form", ["{{ ARGUMENTS | tojson }}", "{% for key in ARGUMENTS %}{{ key }}={% endfor %}"])
+def test_arguments_are_objects_for_other_templates(form):
+    calls = "{% set call = m.tool_calls[0].function %}{{ call.name }}" + form.replace("ARGUMENTS", "call.arguments")
+    tokenizer = byte_tokenizer(READS.replace("{{ m.tool_calls | tojson }}", calls))
+    turn = ANSWER | {"tool_calls": [{"function": {"name": "find", "arguments": '{"a": 1}'}}]}
+    text = tokenizer.decode(render_conversation(tokenizer, [USER, message_of(turn)[0]])[0])
+    assert ('find{"a": 1}' if "tojson" in form else "finda=") in text
+
+
+def test_the_template_of_a_conversation_decides_how_its_calls_are_written():
+    """One of its own for conversations with tools (tool_use) may write arguments otherwise than the default one."""
+    written = "{{ m.tool_calls[0].function.name }}: {{ m.tool_calls[0].function.arguments }}"
+    tokenizer = byte_tokenizer(READS)
+    tokenizer.chat_template = {"default": READS, "tool_use": READS.replace("{{ m.tool_calls | tojson }}", written)}
+    turn = ANSWER | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": True}}}]}
+    for extra, told in (({"tools": TOOLS}, 'add: {"a": true}'), ({}, '"arguments": {"a": true}')):
+        assert told in tokenizer.decode(ChatRenderer(tokenizer).conversation([USER, turn], extra)[0])

@@ -7,12 +7,13 @@ import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
+from tokenizers.processors import TemplateProcessing
 
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.serving.errors import APIError
 from draft_heads.inference.serving.forms import event
-from draft_heads.inference.serving.requests import ChatRequest
+from draft_heads.inference.serving.requests import ChatRequest, CompletionRequest
 from draft_heads.inference.target.target import Target
 from tests.data.text.test_row_keys import READS
 from tests.inference.serving.served import KEY, QUESTIONS, metrics, serve
@@ -135,3 +136,43 @@ def test_settings_of_the_chat_template_reach_it():
         ChatRequest(**asked, chat_template_kwargs={"mood": "glad"}).prompts(target)
     with pytest.raises(ValidationError, match="settings that the chat template reads"):
         ChatRequest(**asked, chat_template_kwargs={"documents": [{"text": "a"}]})
+
+
+def test_the_effort_of_reasoning_goes_to_the_chat_template():
+    """As the field of its own that OpenAI's API has, and as a setting of the template."""
+    effort = "{{ 'effort: ' + reasoning_effort if reasoning_effort is defined else '' }}"
+    tokenizer = byte_tokenizer(effort + READS)
+    target = Target(random_llama(len(tokenizer)), tokenizer)
+    asked = {"model": "a", "messages": [{"role": "user", "content": "Why?"}]}
+    own, among = {"reasoning_effort": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    plain, *others = (
+        tokenizer.decode(ChatRequest(**asked, **given).prompts(target)[0]) for given in ({}, own, among, own | among)
+    )
+    assert others == ["effort: low" + plain] * 3
+    with pytest.raises(APIError, match=r"^reasoning_effort must be .*chat_template_kwargs has another value"):
+        ChatRequest(**asked, reasoning_effort="high", **among).prompts(target)
+    other = Target(target.model, byte_tokenizer(READS))
+    with pytest.raises(
+        APIError,
+        match=r"^reasoning_effort must be what the chat template reads .*; got {'reasoning_effort': 'low'}; leave",
+    ):
+        ChatRequest(**asked, **own).prompts(other)
+
+
+def test_a_text_that_begins_as_the_tokenizer_begins_texts_is_not_begun_twice():
+    """A prompt that the client rendered with the chat template."""
+    tokenizer = byte_tokenizer(READS)
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    target = Target(random_llama(len(tokenizer)), tokenizer)
+    why = tokenizer("Why?", add_special_tokens=False)["input_ids"]
+    for text in ("Why?", "<s>Why?"):
+        assert tokenizer(text)["input_ids"] == [bos] * (1 + text.startswith("<s>")) + why
+        asked = {"model": "a", "prompt": text}
+        assert CompletionRequest(**asked).prompts(target) == [[bos, *why]]
+        bare = CompletionRequest(**asked, add_special_tokens=False).prompts(target)
+        assert bare == [[bos] * text.startswith("<s>") + why]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", special_tokens=[])
+    asked = {"model": "a", "prompt": "<s><s>Why?"}  # where the tokenizer writes none
+    assert CompletionRequest(**asked).prompts(target) == [[bos, bos, *why]]
+    assert CompletionRequest(model="a", prompt=[bos, bos, *why]).prompts(target) == [[bos, bos, *why]]
