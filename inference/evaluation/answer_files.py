@@ -227,8 +227,8 @@ def _is_of_a_run(answers: Path) -> bool:
 
 
 def write_answers(output: Path, evaluation: Evaluation, batch_size: int = 1, tokenizer: str | None = None) -> None:
-    """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run
-    and no other file.
+    """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run.
+    Other files stay, but for one that has a drafter's name.
 
     tokenizer: the `tokenizer_hash` of the target, without which nobody can read the token ids
 

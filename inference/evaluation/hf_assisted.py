@@ -76,13 +76,12 @@ def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
 
 def _tell_of_its_tokenizer(path: str, target: Target) -> None:
     """A line where an assistant comes with another tokenizer, whose drafts may be other words."""
-    own = None
-    if target.tokenizer is not None and cached_file(path, "tokenizer.json", **MAY_BE_MISSING) is not None:
-        with suppress(Exception):  # which `generate` does not read
-            own = load_tokenizer(path, option="assistant")
-    if own is None:
+    if target.tokenizer is None or cached_file(path, "tokenizer.json", **MAY_BE_MISSING) is None:
         return
-    if tokenizer_hash(own, special=False) != tokenizer_hash(target.tokenizer, special=False):
+    own = None
+    with suppress(Exception):  # a damaged one, which `generate` does not read
+        own = load_tokenizer(path, option="assistant")
+    if own is not None and tokenizer_hash(own, special=False) != tokenizer_hash(target.tokenizer, special=False):
         logger.warning(
             "an assistant should have its target's tokenizer; that of %s is another: its drafts may be other words, "
             "of which few are accepted; a model of the target's family has the same",
