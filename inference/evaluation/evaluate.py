@@ -145,18 +145,17 @@ def decode(
     finally:
         gc.unfreeze()
     progress("decoded", total, total)
-    for number, group in enumerate(groups):
-        progress("checking against generate", number, len(groups))
-        decoded = store.get(group)
-        assert decoded is not None
-        if decoded.expected is None:
-            if not has_stop_rules(oracle.settings):  # the row of `generate` has the oracle's own answers
-                hf = engines.get(TRANSFORMERS)
-                rows = [row for row in decoded.records if row.drafter == TRANSFORMERS and type(hf) is HFGenerate]
-                oracle.add_answers({row.prompt: row.generation.tokens for row in rows})
-            prompts = dict.fromkeys(record.prompt for record in decoded.records)
-            store.put(group, replace(decoded, expected={prompt: oracle.answer(prompt) for prompt in prompts}))
-    progress("checking against generate", len(groups), len(groups))
+    done = {group: store.get(group) for group in groups}
+    unchecked = {group: decoded for group, decoded in done.items() if decoded and decoded.expected is None}
+    for number, (group, decoded) in enumerate(unchecked.items()):
+        progress("checking against generate", number, len(unchecked))
+        if not has_stop_rules(oracle.settings):  # the row of `generate` has the oracle's own answers
+            hf = engines.get(TRANSFORMERS)
+            rows = [row for row in decoded.records if row.drafter == TRANSFORMERS and type(hf) is HFGenerate]
+            oracle.add_answers({row.prompt: row.generation.tokens for row in rows})
+        prompts = dict.fromkeys(record.prompt for record in decoded.records)
+        store.put(group, replace(decoded, expected={prompt: oracle.answer(prompt) for prompt in prompts}))
+    progress("checking against generate", len(unchecked), len(unchecked))
 
 
 def judge_decoded(

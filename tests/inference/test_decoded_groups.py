@@ -19,6 +19,7 @@ from draft_heads.inference.evaluation.evaluate import (
     decode,
     drafters_of,
     findings_of,
+    groups_of,
     judge_decoded,
 )
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, render
@@ -66,6 +67,19 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
     assert not list((tmp_path / "parts").glob("bench*"))
     DecodedFolder(tmp_path).begin({"limit": 5}, False)  # other settings have made nothing yet
     assert json.loads((tmp_path / "parts" / "run.json").read_text()) == {"limit": 5}
+
+
+def test_only_answers_that_were_not_compared_are_compared_and_counted(tmp_path):
+    engines, store, told = {"vanilla": StubEngine()}, DecodedFolder(tmp_path), []
+    store.begin({}, False)
+    run(engines, store=store)
+    stopped = next(group for group in groups_of([benchmark()], 1) if group.start == 1)
+    store.put(stopped, replace(store.get(stopped), expected=None))
+    decode(engines, StubOracle(), [benchmark()], render, store, lambda *now: told.append(now))
+    assert [now for now in told if now[0].startswith("checking")] == [
+        ("checking against generate", 0, 1),
+        ("checking against generate", 1, 1),
+    ]
 
 
 def test_a_process_that_outlives_its_run_keeps_nothing_in_the_next_ones_folder(tmp_path):
