@@ -17,11 +17,11 @@ from huggingface_hub import HfApi
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from draft_heads.data.common.files import checksum, write_tensors, write_text
+from draft_heads.data.common.files import sha256, write_tensors, write_text
 from draft_heads.heads.accept_weight import accept_weights
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.card import model_card, without_folders
-from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, WEIGHTS_CHECKSUM, HeadConfig
+from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, WEIGHTS_SHA256, HeadConfig
 from draft_heads.heads.cross_entropy import (
     label_losses,
     linear_cross_entropy,
@@ -154,7 +154,7 @@ class DraftHead(nn.Module):
         (folder / CONFIG).unlink(missing_ok=True)
         write_tensors(folder / WEIGHTS, self.state_dict())
         provenance = self.provenance if provenance is None else provenance
-        known = {**provenance, WEIGHTS_CHECKSUM: checksum(folder / WEIGHTS)}
+        known = {**provenance, WEIGHTS_SHA256: sha256(folder / WEIGHTS)}
         write_text(folder / PROVENANCE, json.dumps(known, indent=2, sort_keys=True) + "\n")
         write_text(folder / CARD, model_card(self.config, sum(p.numel() for p in self.parameters()), provenance))
         config = {**self.config.to_dict(), "format_version": FORMAT_VERSION}

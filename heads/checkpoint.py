@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_heads.configs.options import option_names
-from draft_heads.data.common.files import checksum, read_object
+from draft_heads.data.common.files import read_object, sha256
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.heads.base import DraftHead
@@ -28,7 +28,7 @@ from draft_heads.heads.config import (
     OF_THE_TARGET,
     PROVENANCE,
     WEIGHTS,
-    WEIGHTS_CHECKSUM,
+    WEIGHTS_SHA256,
     HeadConfig,
     target_sizes,
 )
@@ -200,11 +200,11 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
             head.set_draft_vocab(state["draft_vocab"])
     head.load_state_dict(state)
     head.provenance = _provenance(folder / PROVENANCE)
-    written = head.provenance.pop(WEIGHTS_CHECKSUM, None)  # older versions wrote none
-    if written not in (None, found := checksum(weights)):
+    written = head.provenance.pop(WEIGHTS_SHA256, None)  # older versions wrote none
+    if written not in (None, found := sha256(weights)):
         raise ValueError(
-            f"{weights} has other content than {PROVENANCE} says (checksum {found}, not {written}): it is damaged "
-            f"or another head's; copy the folder again, or delete {WEIGHTS_CHECKSUM} there if you have changed it"
+            f"{weights} has other content than {PROVENANCE} says (SHA-256 {found}, not {written}): it is damaged "
+            f"or another head's; copy the folder again, or delete {WEIGHTS_SHA256} there if you have changed it"
         )
     return head.float().eval()
 

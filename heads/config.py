@@ -15,8 +15,8 @@ from draft_heads.data.common.pretrained import layer_sizes
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 """The files of a head's folder."""
 
-WEIGHTS_CHECKSUM = "checksum_of_weights"
-"""The key of a provenance under which the file has the checksum of the weights beside it."""
+WEIGHTS_SHA256 = "sha256_of_weights"
+"""The key of a provenance under which the file has the SHA-256 of the weights beside it."""
 
 DECAY = ("above 0 and at most 1", lambda decay: 0 < decay <= 1)
 """The `rule` of an option --decay, the weight of a label over that of the label before it."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -100,7 +99,7 @@ def render_conversation(
     return ChatRenderer(tokenizer).conversation(messages, extra)
 
 
-def load_conversations(source: str, skip_bad_rows: bool = False) -> Dataset:
+def load_conversations(source: str, skip_bad_rows: bool = False) -> Any:
     """The rows that `read_conversations` keeps of a source."""
     return read_conversations(source, skip_bad_rows=skip_bad_rows).dataset
 

@@ -131,16 +131,27 @@ def folders(tmp_path_factory):
     return target, str(folder / "target"), heads
 
 
+LACKING = ["accelerate", "datasets", "deepspeed", "matplotlib", "peft", "tensorboard", "vllm", "xxhash"]
+"""Packages that the environment of vLLM lacks, or that the plugin must not need to be imported."""
+
+
+def without_them(program):
+    """What a program prints where these packages are not installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({LACKING})); {program}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_it_can_be_imported_without_vllm_and_without_what_its_environment_lacks():
-    lacking = ["accelerate", "datasets", "deepspeed", "matplotlib", "peft", "tensorboard", "vllm", "xxhash"]
-    code = f"""if True:
-        import sys
-        sys.modules.update(dict.fromkeys({lacking}))
-        from draft_heads.inference.serving import vllm
-        print(vllm.TRIED)
-    """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert found.stdout == "0.32\n", found.stderr
+    program = "from draft_heads.inference.serving import vllm; print(vllm.TRIED)"
+    assert without_them(program) == "0.32\n"
+
+
+def test_heads_are_loaded_and_draft_without_what_its_environment_lacks():
+    test = f"{__file__}::test_a_step_is_cut_into_what_each_request_keeps"
+    program = f"import pytest; sys.exit(pytest.main([{test!r}, '-p', 'no:cacheprovider', '-p', 'no:xdist']))"
+    assert "1 passed" in without_them(program)
 
 
 def test_a_step_is_cut_into_what_each_request_keeps(plugin, folders):
