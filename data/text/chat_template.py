@@ -172,11 +172,13 @@ def _settings_in(template: str) -> dict[str, Any]:
 
 def reads_setting(template: str, name: str, value: Any) -> bool:
     """Whether a chat template heeds a word, a number or a boolean of one conversation: it reads it, or was made to set
-    it to the same (`with_settings`), or it is asked for no thoughts and was made to give none, or knows none."""
+    it to the same (`with_settings`), or it is asked for no thoughts (by `reasoning_effort`: none) and was made to give
+    none, or knows none."""
     own, read = _settings_in(template), template_variables(template)
     if name in own:
         return bool(own[name] == value)
-    if name in read or name not in _OF_THOUGHTS or value is not False:
+    no_thoughts = value is False if name in _OF_THOUGHTS else (name, value) == ("reasoning_effort", "none")
+    if name in read or not no_thoughts:
         return name in read
     if flags := [own[flag] for flag in _OF_THOUGHTS if flag in own]:
         return not any(flags)

@@ -7,10 +7,13 @@ from decimal import Decimal, DivisionByZero, InvalidOperation
 from itertools import pairwise
 from unicodedata import normalize
 
-# A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals, exponent of
-# ten. A full stop after it is not part of it.
+from draft_heads.data.text.copies import SPACELESS
+
+# A number in running text: optional sign (not the minus of 5-3, but that of 是-3, after a letter that is no operand),
+# currency, thousands separators, decimals, exponent of ten. A full stop after it is not part of it.
 _NUMBER = re.compile(
-    r"(?:(?<![\w)%.])[-−–](?![$€£][-−–]))?[$€£]?(?:(?<=[$€£])[-−–])?"
+    rf"(?:(?:(?<![\w)%.])|(?<=[{SPACELESS}])(?<!\d.))[-−–](?![$€£][-−–]))?"
+    r"[$€£]?(?:(?<=[$€£])[-−–])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<![^\W_])(?<!\.)(?<![^\W\d]/)\.\d+)"
 )
 _ANSWER = r"(?:the )?(?:final )?answers?(?: is)?(?: \([^()\d\n]*\))?[ \t]*(?:[:=]|-(?= ))?"

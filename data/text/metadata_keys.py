@@ -27,7 +27,7 @@ METADATA = {
     ),
     *("source", "sources", "dataset", "data_source", "dataset_name", "origin", "split", "subset", "url", "link"),
     *("license", "version", "author", "status", "metadata", "meta", "info", "header", "views", "likes", "avatarUrl"),
-    *("model", "models", "model_name", "generator", "teacher_model", "gen_input_configs", "temperature"),
+    *("model", "models", "model_name", "generator", "teacher_model", "gen_input_configs", "temperature", "top_p"),
     *("timestamp", "date", "time", "created", "create_time", "created_at", "updated_at"),
     *("lang", "language", "languages", "locale", "country", "state", "hashed_ip", "markdown"),
     *("category", "categories", "subcategory", "topic", "topics", "domain", "subject", "task", "subtask", "level"),
@@ -37,8 +37,8 @@ METADATA = {
     *("task_category", "other_task_category", "gen_response_configs", "pre_query_template"),
     *("turn", "turns", "turn_identifier", "length", "tokens", "skip_prompt_formatting"),
     *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
-    *("prompt_cache_breakpoint",),
-    "parallel_tool_calls",
+    *("prompt_cache_breakpoint", "parallel_tool_calls"),
+    *("openai_id", "token_counter", "system_fingerprint", "usage", "used_in", "chosen_model", "rejected_model"),
 }
 _TASKS = {"task", "subtask", "info"}
 _LABELS = {*_TASKS, "source", "sources", "subject", "topic", "topics", "domain"}
@@ -71,9 +71,19 @@ def carries_no_meaning(key: str, value: Any) -> bool:
 
     Example: `dataset_source` says nothing as `web`, and may be a passage where it holds white space.
     """
-    if key in METADATA:
+    if key in METADATA or is_empty(value):
         return not holds_text(key, value)
     return _METADATA_FORM.fullmatch(key) is not None and _is_short(value)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value says nothing under any key: an empty one, or an object that holds nulls alone, at any depth.
+
+    An object with an empty text says something: it may be a template's setting.
+    """
+    if isinstance(value, Mapping):
+        return all(one is None or (one != "" and is_empty(one)) for one in value.values())
+    return value in ("", [])
 
 
 def holds_text(key: str, value: Any) -> bool:

@@ -12,7 +12,7 @@ _MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", 
 _MEDIA_FORM = re.compile(r"(\w+_)?(attachment|image|video|audio|photo|picture|screenshot)s?_urls?")
 _WANTED = {"label", "is_chosen", "is_preferred", "is_correct", "is_good"}
 _WANTED |= {"is_accepted", "is_selected", "is_approved", "is_valid", "is_complete", "is_reasoning_complete"}
-_WANTED |= {"is_target", "used_in_training"}
+_WANTED |= {"is_target", "used_in_training", "correctness_math_verify", "correctness_llama"}
 """Keys that are true of an answer that is wanted; `label` is KTO's, and other datasets have names and numbers there."""
 _UNWANTED = {"is_rejected", "is_bad", "is_wrong", "is_incorrect"}
 _UNWANTED |= {"is_invalid", "is_spam", "is_deleted", "deleted", "is_truncated", "truncated", "is_error", "has_error"}

@@ -45,6 +45,7 @@ from draft_heads.data.text.token_spans import (
     end_between,
     end_of_placeholder,
     first_token,
+    in_two,
     is_bare,
     left_out,
     misplaced,
@@ -174,15 +175,17 @@ class ChatRenderer(ChatText):
         self._prompt_differs = True
         if not text.startswith(prompt):
             logger.warning(
-                "prompts end with %r, and the chat template does not render a recorded answer after that: heads learn "
-                "from other texts than the target writes; use labels generate, or another chat_template",
+                "prompts end with %r, and the chat template does not render a recorded answer after that: the rows "
+                "are other texts than the target writes; use its own answers (labels generate), or another "
+                "chat_template",
                 prompt[-24:],
             )
         else:
             logger.warning(
-                "prompts end with %r, and the chat template writes %r before a recorded answer without thoughts: heads "
-                "learn from other texts than a target writes that thinks; record the thoughts, use labels generate, or "
-                "a setting for answers without, if the template has one (chat_template own,enable_thinking=false)",
+                "prompts end with %r, and the chat template writes %r before a recorded answer without thoughts: the "
+                "rows are other texts than a target writes that thinks; record the thoughts, use its own answers "
+                "(labels generate), or a setting for answers without, if the template has one (chat_template "
+                "own,enable_thinking=false)",
                 prompt[-24:],
                 empty,
             )
@@ -243,6 +246,7 @@ class ChatRenderer(ChatText):
         if calls:
             end = self._end_of_calls(text, whole.messages, number, whole.extra)
             turn = turn._replace(content=max(turn.content, end))
+            self._check_one_run(whole, number, turn.content)
         begins = (end > turn.start and (start >= turn.start or not turn.aligned) for start, end in offsets)
         first = next((i for i, found in enumerate(begins) if found), len(ids))
         if turn.aligned and first and offsets[first - 1][1] > turn.start and not self._joins_words:
@@ -275,6 +279,15 @@ class ChatRenderer(ChatText):
         stop = last if stop is None else stop
         return (first, stop) if marked is None else part_in_block(turn, first, stop, text, offsets, marked)
 
+    def _check_one_run(self, whole: Rendering, number: int, end: int) -> None:
+        """ConversationError where the result of a call stands before `end`, where the turn that calls ends."""
+        messages = list(whole.messages)
+        if number + 1 == len(messages) or messages[number + 1]["role"] != "tool":
+            return
+        messages[number + 1] = {**messages[number + 1], "content": self._placeholder(messages)}
+        if len(common_prefix(whole.text, self.text(messages, extra=whole.extra))) < end:
+            raise in_two(turn_name(messages, number))
+
     def _whole_end(self, ids: list[int], stop: int) -> int:
         """`stop`, behind a token that closes an answer, or the place behind all that does and the target's end."""
         closing = list(self.form.closing)
@@ -303,10 +316,14 @@ class ChatRenderer(ChatText):
                 with suppress(ConversationError):
                     template = self.text([*history, bare, *following], extra=extra).partition(placeholder)[0]
                     break
-        content = len(text) - len(after)
+        content, plain = len(text) - len(after), text.startswith(template) and before == template
+        if wordless and message.get("tool_calls"):
+            if plain and alone is None and found:  # its end may be another than that of words (Qwen 3.5)
+                return Turn(len(before), False, len(before))
+            content = min(content, self._end_of_calls(text, messages, number, extra))  # words come later (Gemma 4)
         if not found or placeholder in after or not text.endswith(after):
             return alone
-        if text.startswith(template) and before == template:
+        if plain:
             start, aligned = len(before), False
             if text.startswith(prompt) and len(prompt) > start:  # the prompt begins the answer (a thought)
                 start, aligned = len(prompt), True

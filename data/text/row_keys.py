@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from draft_heads.data.text.copies import repeats
 from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.json_files import RepeatedKey, parse_json
-from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning, holds_text
+from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning, holds_text, is_empty
 from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TEMPLATE_FLAGS, TRAINED, asks_nothing, flag, is_refused
 from draft_heads.data.text.roles import ROLE_KEYS, ROLES, is_answer
 
@@ -64,8 +64,8 @@ class Further(NamedTuple):
 
 
 def without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping without the keys that are None: Arrow fills in those that a row or a turn lacks."""
-    return {key: value for key, value in mapping.items() if value is not None}
+    """The mapping without the keys that are None or not a number: Arrow and pandas fill in those that a row lacks."""
+    return {key: value for key, value in mapping.items() if value is not None and value == value}
 
 
 def further_of_row(
@@ -90,8 +90,10 @@ def further_of_row(
     systems: dict[str, str] = {}
     unknown = []
     row = without_none(row)
+    for key in sorted(ANSWERS & row.keys()) if answers_anew else ():
+        _check_answer_alone(key, row[key], [*texts, *_systems_of(row)])
     for key, value in row.items():
-        if key in used or value in ("", [], {}):
+        if key in used or is_empty(value):
             continue
         value = flag(key, value)
         if key in SYSTEM:
@@ -109,7 +111,7 @@ def further_of_row(
                 what = "turns that are not the row's first or last" if listed else "text that no turn has"
                 what += " before an answer" if not listed and repeats(key, value, texts) else ""
                 raise ConversationError(f"the key {key!r} holds {what}: write it into the turns, or take the key out")
-        elif asks_nothing(key, value):
+        elif asks_nothing(key, _of_the_answer(row, value, texts)):
             continue
         elif (named := _not_read(key, value, copied)) or (key == "turns" and isinstance(value, list)):
             raise ConversationError(f"the key {named or repr(key)} changes the text or the mask, and nothing reads it")
@@ -157,7 +159,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
                 message["trained"] = False
             elif role != "assistant" and value:
                 unknown.append(f"the key {key!r} asks for a {role} turn to be trained on, and only answers are")
-        elif value in ("", [], {}) or asks_nothing(key, value) or (key in OF_THE_ANSWER and role != "assistant"):
+        elif is_empty(value) or asks_nothing(key, value) or (key in OF_THE_ANSWER and role != "assistant"):
             continue
         elif key in TURN_TEXTS:
             if not isinstance(value, str):
@@ -203,7 +205,7 @@ def prompt_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def text_of(content: Any) -> str:
-    """A content that is a text, or the texts of its parts together; ConversationError for any other."""
+    """A content that is a text, or the texts of its parts, a line each; ConversationError for any other."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -217,7 +219,28 @@ def text_of(content: Any) -> str:
         if wrong := [key for key in part if key not in ("type", "text") and not carries_no_meaning(key, part[key])]:
             raise ConversationError(f"the key {wrong[0]!r} of a part is unknown")
         texts.append(part["text"])
-    return "".join(texts)
+    return "\n".join(texts)
+
+
+def _check_answer_alone(key: str, value: Any, texts: Sequence[str | None]) -> None:
+    """ConversationError for turns under a key of an answer that is passed over, as `chosen`, if the target would read
+    them and the row's own turns lack them: a question before the last, a system text."""
+    known = {text.strip() for text in texts if text is not None}
+    for turn in value if isinstance(value, list) else ():
+        text = None if is_answer(turn) or not isinstance(turn, Mapping) else _text_or_none(turn)
+        if text is not None and text.strip() not in known:
+            raise ConversationError(
+                f"the key {key!r} holds a turn before the answer that the row's turns lack, {text.strip()!r:.40}: "
+                "write the whole conversation into the turns, or take the key out"
+            )
+
+
+def _of_the_answer(row: Mapping[str, Any], value: Any, texts: Sequence[str | None]) -> Any:
+    """Of a list with a value for each of the row's `generations` that of the one which its turns hold, if one does."""
+    generations = row.get("generations")
+    if isinstance(value, list) and isinstance(generations, list) and len(value) == len(generations):
+        return next((one for one, text in zip(value, generations) if text in texts), value)
+    return value
 
 
 def _not_read(key: str, value: Any, copied: Callable[[str, Any], bool]) -> str | None:
@@ -348,6 +371,7 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
                 inner["arguments"] = inner.pop(other)
         if isinstance(inner.get("arguments"), str):
             inner["arguments"] = _parse_json("arguments", inner["arguments"] or "{}")
+        inner.setdefault("arguments", {})
         known = {"function", "name", "arguments", "id", "type", "index"}
         if wrong := [key for key in (*inner, *(call if name else ())) if key not in known]:
             raise ConversationError(

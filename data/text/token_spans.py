@@ -104,6 +104,14 @@ def is_bare(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], e
     return not any(text[slice(*place)].strip() for token, place in zip(ids, offsets) if token not in ends)
 
 
+def in_two(turn: str) -> ConversationError:
+    """The error of a turn with another's text in its midst."""
+    return ConversationError(
+        f"a trained turn is one run of tokens, and the chat template writes {turn} on both sides of the result of its "
+        "calls; leave its words out, or give it weight 0"
+    )
+
+
 def misplaced() -> ConversationError:
     """The error of a template whose blocks transformers finds around other texts than theirs."""
     return ConversationError(

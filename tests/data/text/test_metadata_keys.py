@@ -8,6 +8,7 @@ import pytest
 from draft_heads.data.text.benchmarks import BenchmarkError, load_benchmark
 from draft_heads.data.text.conversations import ConversationError, parse_record, read_conversations
 from draft_heads.data.text.metadata_keys import carries_no_meaning
+from draft_heads.data.text.row_keys import further_of_row
 
 CHAT = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "Their sum is 3."}]
 
@@ -20,6 +21,7 @@ UNWANTED = ("is_rejected", "is_bad", "is_wrong", "is_spam", "is_deleted", "delet
     [
         "source_url page_url user_id conversation_id prompt_id message_tree_id parent_id original_question_ids row_id",
         "answer_source row_hash turn_count is_english has_code num_turns id url task_category langdetect problem_type",
+        "openai_id token_counter top_p system_fingerprint used_in chosen_model rejected_model",
     ],
 )
 def test_ids_and_addresses_of_the_row_itself_say_nothing_of_its_text(keys):
@@ -283,6 +285,35 @@ def test_an_answer_that_is_told_to_be_no_good_is_refused_under_these_names(key):
     for value in (False, [False, True]):
         with pytest.raises(ConversationError, match=f"the key '{key}' changes the text or the mask"):
             parse_record({"messages": CHAT, key: value})
+
+
+@pytest.mark.parametrize("key", ["is_reasoning_complete", "correctness_math_verify"])
+def test_of_flags_of_several_generations_that_of_the_answer_decides(key):
+    row = {"messages": CHAT, "generations": ["Hm.", CHAT[1]["content"], "Oh."]}
+    unread = {"generations"}
+    assert not further_of_row(row | {key: [False, True, None]}, CHAT, {"messages", *unread}).unknown
+    for value in ([True, False, True], [True, False]):
+        with pytest.raises(ConversationError, match=f"the key '{key}' changes the text or the mask"):
+            further_of_row(row | {key: value}, CHAT, {"messages", *unread})
+
+
+def test_what_the_rejected_answers_lists_hold_beside_answers_is_in_the_turns():
+    """Under labels generate, where the answers are passed over."""
+    question, system = {"role": "user", "content": "And 2 + 2?"}, {"role": "system", "content": "Rhyme."}
+    asked = [*CHAT, question]
+    pair = {key: [*asked, {"role": "assistant", "content": key}] for key in ("chosen", "rejected")}
+    used = {"prompt", *pair}
+    assert not further_of_row(pair | {"prompt": asked}, asked, used, answers_anew=True).unknown
+    with_system = {key: [system, *turns] for key, turns in pair.items()}
+    assert further_of_row(with_system | {"system": "Rhyme."}, asked, used, answers_anew=True).system == "Rhyme."
+    for row, turns in ((pair, [question]), (with_system, asked)):
+        with pytest.raises(ConversationError, match="the key 'chosen' holds a turn before the answer that the row's"):
+            further_of_row(row, turns, used, answers_anew=True)
+
+
+def test_a_cell_that_pandas_left_empty_is_absent():
+    row = json.loads(json.dumps({"messages": [CHAT[0], {**CHAT[1], "weight": float("nan")}], "system": float("nan")}))
+    assert parse_record(row) == (CHAT, {})
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["list", "JSON"])
