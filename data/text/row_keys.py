@@ -18,7 +18,7 @@ from draft_heads.data.text.errors import ConversationError
 from draft_heads.data.text.json_files import RepeatedKey, parse_json
 from draft_heads.data.text.metadata_keys import METADATA, carries_no_meaning, holds_text, is_empty
 from draft_heads.data.text.refused_keys import OF_THE_ANSWER, TEMPLATE_FLAGS, TRAINED, asks_nothing, flag, is_refused
-from draft_heads.data.text.roles import ROLE_KEYS, ROLES, is_answer
+from draft_heads.data.text.roles import ROLE_KEYS, ROLES, is_answer, parsed_turns
 
 TEXT_KEYS = ("value", "content")
 
@@ -205,7 +205,8 @@ def prompt_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def text_of(content: Any) -> str:
-    """A content that is a text, or the texts of its parts, a line each; ConversationError for any other."""
+    """A content that is a text, or the texts of its parts together, with nothing between them, as the templates that
+    read parts write them; ConversationError for any other."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -219,19 +220,20 @@ def text_of(content: Any) -> str:
         if wrong := [key for key in part if key not in ("type", "text") and not carries_no_meaning(key, part[key])]:
             raise ConversationError(f"the key {wrong[0]!r} of a part is unknown")
         texts.append(part["text"])
-    return "\n".join(texts)
+    return "".join(texts)
 
 
 def _check_answer_alone(key: str, value: Any, texts: Sequence[str | None]) -> None:
     """ConversationError for turns under a key of an answer that is passed over, as `chosen`, if the target would read
     them and the row's own turns lack them: a question before the last, a system text."""
-    known = {text.strip() for text in texts if text is not None}
-    for turn in value if isinstance(value, list) else ():
+    known = {"", *(text.strip() for text in texts if text is not None)}
+    turns = parsed_turns(value)
+    for turn in turns if isinstance(turns, list) else ():
         text = None if is_answer(turn) or not isinstance(turn, Mapping) else _text_or_none(turn)
         if text is not None and text.strip() not in known:
             raise ConversationError(
-                f"the key {key!r} holds a turn before the answer that the row's turns lack, {text.strip()!r:.40}: "
-                "write the whole conversation into the turns, or take the key out"
+                f"the key {key!r} holds a turn before the answer that the row's turns lack: write the whole "
+                "conversation into the turns, or take the key out"
             )
 
 

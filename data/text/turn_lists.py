@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from ast import literal_eval
-from contextlib import suppress
 from typing import Any
 
 from draft_heads.data.text.errors import ConversationError
-from draft_heads.data.text.json_files import RepeatedKey, parse_json
-from draft_heads.data.text.roles import ROLE_KEYS, ROLES
+from draft_heads.data.text.roles import parsed_turns
 from draft_heads.data.text.row_keys import TURN_LISTS, said, without_none
-
-_TURNS = re.compile(rf"""\s*\[\s*\{{(?s:.*?)["'](?:{"|".join(ROLE_KEYS)})["']\s*:\s*["'](?:{"|".join(ROLES)})["']""")
-"""How a list of turns begins that is written as a text: with an object that has a role."""
 
 
 def turns_of(record: Any) -> tuple[list[Any], str]:
@@ -21,7 +14,7 @@ def turns_of(record: Any) -> tuple[list[Any], str]:
     if not isinstance(record, dict):
         raise ConversationError(f"a row is an object, received {type(record).__name__}")
     row = without_none(record)
-    row |= {key: _parsed(row[key]) for key in TURN_LISTS if key in row}
+    row |= {key: parsed_turns(row[key]) for key in TURN_LISTS if key in row}
     lists = [key for key in TURN_LISTS if key in row]
     # an empty list is a column of the other form
     found = [key for key in lists if row[key] != []] or [key for key in ("prompt",) if key in row] or lists[:1]
@@ -34,7 +27,7 @@ def turns_of(record: Any) -> tuple[list[Any], str]:
             f"a row has the key 'conversations' or 'messages', received the keys {keys} (write rows of another form as "
             '{"messages": [{"role": "user", "content": "…"}, …]}, or for labels generate as {"prompt": "…"})'
         )
-    turns = _parsed(row[found[0]])
+    turns = parsed_turns(row[found[0]])
     if found[0] == "prompt" and isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list):
@@ -42,24 +35,6 @@ def turns_of(record: Any) -> tuple[list[Any], str]:
             f"the turns are a list, received {type(turns).__name__}; write them as one, in JSONL for example"
         )
     return turns, found[0]
-
-
-def _parsed(value: Any) -> Any:
-    """A list of turns that is written as a text, as JSON or as Python writes it, and any other value as it is.
-
-    ConversationError for one that is cut or has another form, as that of numpy.
-    """
-    if not isinstance(value, str) or not (_TURNS.match(value) and value.rstrip().endswith("]")):
-        return value
-    try:
-        return parse_json(value)
-    except RepeatedKey as error:
-        raise ConversationError(f"turns that are a text are JSON in which {error}") from None
-    except (ValueError, RecursionError):
-        pass
-    with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-        return literal_eval(value)
-    raise ConversationError(f"turns that are a text are a list in JSON: {value[:40]!r}")
 
 
 def _same_turns(one: Any, other: Any) -> bool:

@@ -55,7 +55,7 @@ def test_the_result_of_a_call_is_never_trained():
     renderer, tokenizer = renderer_of(RESULT_WITHIN, ["</turn>", "<result>"])
     ids, mask = renderer.conversation(conversation())
     assert trained_runs(tokenizer, ids, mask) == ['<call>heat{"city": "Rome"}</call><result>', "It is 20.</turn>"]
-    with pytest.raises(ConversationError, match="one run of tokens, .* writes assistant turn 1 on both sides"):
+    with pytest.raises(ConversationError, match=r"one run of tokens, .* writes assistant turn 1 on both sides"):
         renderer.conversation(conversation("Let me look."))
     said = conversation("Let me look.")
     ids, mask = renderer.conversation([{**m, "trained": m is not said[1]} for m in said])

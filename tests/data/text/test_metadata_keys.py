@@ -306,7 +306,10 @@ def test_what_the_rejected_answers_lists_hold_beside_answers_is_in_the_turns():
     assert not further_of_row(pair | {"prompt": asked}, asked, used, answers_anew=True).unknown
     with_system = {key: [system, *turns] for key, turns in pair.items()}
     assert further_of_row(with_system | {"system": "Rhyme."}, asked, used, answers_anew=True).system == "Rhyme."
-    for row, turns in ((pair, [question]), (with_system, asked)):
+    empty = {key: [{"role": "system", "content": ""}, *turns] for key, turns in pair.items()}
+    assert not further_of_row(empty, asked, used, answers_anew=True).unknown
+    as_text = {key: json.dumps(turns) for key, turns in with_system.items()}
+    for row, turns in ((pair, [question]), (with_system, asked), (as_text, asked)):
         with pytest.raises(ConversationError, match="the key 'chosen' holds a turn before the answer that the row's"):
             further_of_row(row, turns, used, answers_anew=True)
 

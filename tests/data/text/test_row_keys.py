@@ -71,7 +71,7 @@ def test_what_a_turn_has_reaches_the_message_and_what_means_nothing_does_not(tmp
 
 def test_parts_that_are_texts_are_a_text(tmp_path):
     parts = [{"type": "text", "text": "Hi."}, {"type": "text", "text": "You?", "image_url": None}]
-    asked = USER | {"content": "Hi.\nYou?"}
+    asked = USER | {"content": "Hi.You?"}
     assert read(tmp_path, {"messages": [USER | {"content": parts}, ANSWER]})[0] == [([asked, ANSWER], {})]
     image = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
     with pytest.raises(ConversationError, match=r"the parts of a turn are texts, received image_url \(turn 1\)"):
