@@ -7,7 +7,7 @@ import importlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_heads.configs.options import option_names
-from draft_heads.data.common.files import read_object, sha256
+from draft_heads.data.common.files import checksum, read_object, sha256
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.heads.base import DraftHead
@@ -55,6 +55,7 @@ MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [lambda values: v
 
 logger = logging.getLogger(__name__)
 
+_WEIGHTS_XXH3 = "checksum_of_weights"  # some older versions wrote it in place of WEIGHTS_SHA256
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 HEADS = {
@@ -200,12 +201,14 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
             head.set_draft_vocab(state["draft_vocab"])
     head.load_state_dict(state)
     head.provenance = _provenance(folder / PROVENANCE)
-    written = head.provenance.pop(WEIGHTS_SHA256, None)  # older versions wrote none
-    if written not in (None, found := sha256(weights)):
-        raise ValueError(
-            f"{weights} has other content than {PROVENANCE} says (SHA-256 {found}, not {written}): it is damaged "
-            f"or another head's; copy the folder again, or delete {WEIGHTS_SHA256} there if you have changed it"
-        )
+    for key, digest in ((WEIGHTS_SHA256, sha256), (_WEIGHTS_XXH3, checksum)):
+        written = head.provenance.pop(key, None)  # the oldest versions wrote neither
+        with suppress(ImportError):  # of xxhash, which vLLM's environment may lack
+            if written is not None and written != (found := digest(weights)):
+                raise ValueError(
+                    f"{weights} has other content than {PROVENANCE} says ({key} {found}, not {written}): it is damaged "
+                    f"or another head's; copy the folder again, or delete {key} there if you have changed it"
+                )
     return head.float().eval()
 
 

@@ -46,8 +46,9 @@ def described(path: str, target: dict[str, Any] | None, target_adapter: str | No
         found = fits(config["target_fingerprint"], target)
         if found == "yes" and "options" in head.provenance and bool(adapter) != bool(target_adapter):
             found = f"yes, as on a fine-tune: it was made {'with the adapter' if adapter else 'without an adapter'}"
-        elif found == "yes" and adapter and Path(adapter).name != Path(target_adapter or "").name:
-            found = "yes; whether the two adapters are one is not compared"
+        elif found == "yes":
+            others = adapter and Path(adapter).name != Path(target_adapter or "").name
+            found += f"; the weights are not compared{', nor whether the two adapters are one' if others else ''}"
         rows.append(("fits the target", found))
     return rows + trained(head.provenance)
 

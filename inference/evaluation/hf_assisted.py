@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.utils import cached_file
 
 from draft_heads.data.common.pretrained import MAY_BE_MISSING, load_config
-from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.text.chat_template import load_tokenizer
+from draft_heads.data.text.chat_template import PROBE_TEXT, load_tokenizer
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.words import split_pairs
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
@@ -75,17 +74,26 @@ def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
 
 
 def _tell_of_its_tokenizer(path: str, target: Target) -> None:
-    """A line where an assistant comes with another tokenizer, whose drafts may be other words."""
+    """A line where an assistant's tokenizer writes as other tokens what the target's can write.
+
+    Tokens that one of them lacks say nothing: reserved ones that were renamed, those that a later model added.
+    """
     if target.tokenizer is None or cached_file(path, "tokenizer.json", **MAY_BE_MISSING) is None:
         return
     own = None
     with suppress(Exception):  # a damaged one, which `generate` does not read
         own = load_tokenizer(path, option="assistant")
-    if own is not None and tokenizer_hash(own, special=False) != tokenizer_hash(target.tokenizer, special=False):
+    if own is None:
+        return
+    known, tokens = own.get_vocab(), target.tokenizer.get_vocab()
+    others = sum(known[token] != tokens[token] for token in known.keys() & tokens.keys())
+    ids, wanted = (list(one(PROBE_TEXT, add_special_tokens=False)["input_ids"]) for one in (own, target.tokenizer))
+    if others or ids != wanted:
         logger.warning(
-            "an assistant should have its target's tokenizer; that of %s is another: its drafts may be other words, "
-            "of which few are accepted; a model of the target's family has the same",
+            "an assistant should have its target's tokenizer; that of %s %s: drafts may be other words, which are not "
+            "accepted; a model of the target's family has the same",
             path,
+            f"has other ids for {others:,} of the tokens that both have" if others else "splits text otherwise",
         )
 
 

@@ -256,11 +256,24 @@ class ChatRequest(DecodingRequest):
         return extra
 
 
+def tokens_begun_twice(bare: list[int], ids: list[int]) -> int:
+    """How many tokens the tokenizer writes before a text that begins with them itself, 0 for another text.
+
+    bare, ids: the text's ids without and with what the tokenizer writes before and after it
+
+    Example: of `<s>Hi</s>`, [1, 7, 2] without and [1, 1, 7, 2, 2] with it, 1: ids[1:] begins once.
+    """
+    for before in range(len(ids) - len(bare), 0, -1):
+        if ids[before : before + len(bare)] == bare and ids[:before] == bare[:before]:
+            return before
+    return 0
+
+
 class CompletionRequest(DecodingRequest):
     """`POST /v1/completions`: up to 16 texts, or texts already split into token ids.
 
-    A text that begins with the token that the tokenizer writes before texts, as one that the client rendered with the
-    chat template, gets no second one; with `add_special_tokens` false the tokenizer writes none at all.
+    A text that begins with the tokens that the tokenizer writes before texts, as one that the client rendered with the
+    chat template, gets them once; with `add_special_tokens` false the tokenizer writes none at all.
     """
 
     source: ClassVar[str] = "prompt"
@@ -297,8 +310,7 @@ class CompletionRequest(DecodingRequest):
         if self.add_special_tokens is False:
             return bare
         ids: list[int] = tokenizer(text)["input_ids"]
-        twice = bare[:1] == [tokenizer.bos_token_id] and ids[: len(bare) + 1] == [bare[0], *bare]
-        return ids[1:] if twice else ids
+        return ids[tokens_begun_twice(bare, ids) :]
 
 
 class ServerLimits(BaseModel):

@@ -3,10 +3,12 @@
 import json
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 import yaml
 from huggingface_hub import metadata_load
 
@@ -72,6 +74,23 @@ def test_weights_that_are_not_those_that_were_written_are_refused(tmp_path):
     weights.write_bytes(bytes(flipped))
     (tmp_path / "one" / "provenance.json").write_text(json.dumps(PROVENANCE))
     assert load_head(tmp_path / "one").provenance == PROVENANCE
+
+
+def test_an_older_checksum_is_compared_where_its_package_is_and_not_written_again(tmp_path, monkeypatch):
+    head, folder = make_head(), tmp_path / "head"
+    head.save_pretrained(folder, PROVENANCE)
+    right = xxhash.xxh3_64((folder / "model.safetensors").read_bytes()).hexdigest()
+    path = folder / "provenance.json"
+    path.write_text(json.dumps({**PROVENANCE, "checksum_of_weights": right}))
+    loaded = load_head(folder)
+    loaded.save_pretrained(tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "provenance.json").read_text())
+    assert loaded.provenance == PROVENANCE and "checksum_of_weights" not in written
+    path.write_text(json.dumps({**PROVENANCE, "checksum_of_weights": "0" * 16}))
+    with pytest.raises(ValueError, match=rf"says \(checksum_of_weights {right}, not 0{{16}}\): it is damaged"):
+        load_head(folder)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert load_head(folder).provenance == PROVENANCE
 
 
 def test_the_card_says_what_hubs_and_people_read(tmp_path):

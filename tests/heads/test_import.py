@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -262,6 +264,20 @@ def test_an_import_says_how_deep_a_head_drafts_and_that_it_names_another_target(
     more = str(tmp_path / "o"), "--passes", "3"
     status, told = run_script("scripts/import_head.py", "--head", str(tmp_path / "m"), *flags[2:], *more)
     assert status == 1 and "--passes are those of an EAGLE-3 head" in told
+
+
+@pytest.mark.parametrize("made_for", ["tests/tiny_target", ""])
+def test_an_export_for_another_target_says_that_only_sizes_were_compared(tmp_path, made_for):
+    head = make_head(Target.from_pretrained("tests/tiny_target", device="cpu"), "medusa")
+    head.config.target = made_for
+    head.save_pretrained(tmp_path / "head")
+    shutil.copytree("tests/tiny_target", tmp_path / "other")
+    flags = "--head", str(tmp_path / "head"), "--format", "vllm-medusa", "--check", "--output"
+    why = "says that it is for tests/tiny_target" if made_for else "does not say what it is for"
+    for number, name in enumerate([tmp_path / "other", Path("tests/tiny_target").resolve()]):
+        status, told = run_script("scripts/export.py", *flags, str(tmp_path / str(number)), "--target", str(name))
+        note = f"note: {tmp_path / 'head'} {why}; {name} has its sizes, the weights may differ"
+        assert status == 0 and (note in told) == (number == 0 or not made_for), told
 
 
 def test_medusa_folders_that_engines_load_are_read(tmp_path):

@@ -12,6 +12,8 @@ from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_assisted import _Rounds, hf_engine
@@ -207,8 +209,33 @@ def test_an_assistant_of_another_vocabulary_is_refused(target, tmp_path):
         hf_engine(target, {"assistant": str(tmp_path)})
 
 
-def test_an_assistant_of_another_tokenizer_is_told(tmp_path, caplog):
-    """Of as many tokens, among which two are swapped."""
+def _swap_words(state):
+    words = state["model"]["vocab"]
+    one, other = list(words)[-2:]
+    words[one], words[other] = words[other], words[one]
+
+
+def _rename_reserved(state):
+    """As Llama 3.1's, one of the tokens that Llama 3 reserved."""
+    state["added_tokens"][3]["content"] = "<|reserved|>"
+    state["model"]["vocab"]["<|reserved|>"] = state["model"]["vocab"].pop("<|system|>")
+
+
+def _add_token(state):
+    """As Qwen3's, behind those of Qwen2.5."""
+    state["added_tokens"].append({**state["added_tokens"][0], "id": 1024, "content": "<think>"})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_swap_words, "has other ids for 2 of the tokens that both have: drafts may be other words"),
+        (lambda state: state["model"]["merges"].clear(), "splits text otherwise: drafts may be other words"),
+        (_rename_reserved, None),
+        (_add_token, None),
+    ],
+)
+def test_an_assistant_of_another_tokenizer_is_told(tmp_path, caplog, change, told):
     tiny = Target.from_pretrained("tests/tiny_target", device="cpu")
     shutil.copytree("tests/tiny_target", tmp_path / "other")
     tiny.model.save_pretrained(tmp_path / "bare")  # without a tokenizer
@@ -217,12 +244,14 @@ def test_an_assistant_of_another_tokenizer_is_told(tmp_path, caplog):
     assert not caplog.messages
     file = tmp_path / "other/tokenizer.json"
     state = json.loads(file.read_text())
-    words = state["model"]["vocab"]
-    one, other = list(words)[-2:]
-    words[one], words[other] = words[other], words[one]
+    change(state)
     file.write_text(json.dumps(state))
+    config = file.with_name("tokenizer_config.json")  # which would add a token that was renamed once more
+    config.write_text(json.dumps({**json.loads(config.read_text()), "extra_special_tokens": []}))
     hf_engine(tiny, {"assistant": str(tmp_path / "other")})
-    assert f"that of {tmp_path / 'other'} is another: its drafts may be other words" in caplog.text
+    assert f"that of {tmp_path / 'other'} {told}" in caplog.text if told else not caplog.messages
+    read = load_tokenizer(str(tmp_path / "other"))
+    assert tokenizer_hash(read) != tokenizer_hash(tiny.tokenizer)  # the change is one
 
 
 def test_stop_strings_need_a_tokenizer(target, prompt):

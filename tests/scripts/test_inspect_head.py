@@ -156,8 +156,9 @@ def test_a_head_fits_the_target_with_the_adapter_whose_chat_template_it_was_trai
     "made_with, given, words",
     [
         ("a", (), "yes, as on a fine-tune: it was made with the adapter"),
-        ("a", ("--target_adapter",), "yes; whether the two adapters are one is not compared"),
-        ("b/adapter", ("--target_adapter",), "yes"),  # the same, in another folder
+        ("a", ("--target_adapter",), "yes; the weights are not compared, nor whether the two adapters are one"),
+        ("b/adapter", ("--target_adapter",), "yes; the weights are not compared"),  # the same, in another folder
+        (None, (), "yes; the weights are not compared"),
         (None, ("--target_adapter",), "yes, as on a fine-tune: it was made without an adapter"),
     ],
 )

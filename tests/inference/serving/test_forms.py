@@ -17,7 +17,7 @@ from draft_heads.inference.serving.requests import ChatRequest, CompletionReques
 from draft_heads.inference.target.target import Target
 from tests.data.text.test_row_keys import READS
 from tests.inference.serving.served import KEY, QUESTIONS, metrics, serve
-from tests.tiny_chat import byte_tokenizer, random_llama
+from tests.tiny_chat import byte_tokenizer, random_llama, template
 
 HEAD = {"id", "object", "created", "model", "choices"}
 USAGE = {"prompt_tokens", "completion_tokens", "total_tokens"}
@@ -159,6 +159,35 @@ def test_the_effort_of_reasoning_goes_to_the_chat_template():
         ChatRequest(**asked, **own).prompts(other)
 
 
+@pytest.mark.parametrize("fields", [{"refusal": None}, {"refusal": None, "openai": {"citations": None}, "ids": []}])
+def test_an_object_of_nulls_beside_a_message_or_in_a_part_says_nothing(fields):
+    """As LiteLLM gives every answer, which agents send back as it came."""
+    target = Target(random_llama(), byte_tokenizer(template("chatml")))
+    more = {"provider_specific_fields": fields, "function_call": {"name": None, "arguments": None}}
+    parts = [{"type": "text", "text": "Why?", "provider_specific_fields": fields}]
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", **more}]
+    said.append({"role": "user", "content": parts})
+    read = target.tokenizer.decode(ChatRequest(model="a", messages=said).prompts(target)[0])
+    assert "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n" in read
+    for holds in ({"refusal": "No."}, {"refusal": False}, {"refusal": 0}):
+        with pytest.raises(ValueError, match="the key 'provider_specific_fields' is unknown"):
+            ChatRequest(model="a", messages=[{**said[1], "provider_specific_fields": holds}])
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "None"])
+def test_no_effort_of_reasoning_is_asked_of_a_template_without_thoughts(effort):
+    target = Target(random_llama(), byte_tokenizer(template("chatml")))
+    asked = {"model": "a", "messages": [{"role": "user", "content": "Why?"}]}
+    plain = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    for given in ({"reasoning_effort": effort}, {"chat_template_kwargs": {"reasoning_effort": effort}}):
+        request = ChatRequest(**asked, **given)
+        if effort == "none":
+            assert target.tokenizer.decode(request.prompts(target)[0]) == plain
+        else:
+            with pytest.raises(APIError, match="does not read 'reasoning_effort'"):
+                request.prompts(target)
+
+
 def test_a_text_that_begins_as_the_tokenizer_begins_texts_is_not_begun_twice():
     """A prompt that the client rendered with the chat template."""
     tokenizer = byte_tokenizer(READS)
@@ -176,3 +205,24 @@ def test_a_text_that_begins_as_the_tokenizer_begins_texts_is_not_begun_twice():
     asked = {"model": "a", "prompt": "<s><s>Why?"}  # where the tokenizer writes none
     assert CompletionRequest(**asked).prompts(target) == [[bos, bos, *why]]
     assert CompletionRequest(model="a", prompt=[bos, bos, *why]).prompts(target) == [[bos, bos, *why]]
+
+
+@pytest.mark.parametrize(
+    ("written", "text", "ids"),
+    [
+        ("<s> <|im_start|> $A", "Why?", [1, 3, "Why?"]),  # as GLM-4's `[gMASK] <sop>`
+        ("<s> <|im_start|> $A", "<s><|im_start|>Why?", [1, 3, "Why?"]),
+        ("<s> <|im_start|> $A", "<s><s><|im_start|>Why?", [1, 3, 1, 1, 3, "Why?"]),  # another text
+        ("<s> $A </s>", "<s>Why?</s>", [1, "Why?", 2, 2]),
+        ("$A </s>", "<s>Why?", [1, "Why?", 2]),
+    ],
+)
+def test_whatever_the_tokenizer_writes_before_texts_is_not_begun_twice(written, text, ids):
+    tokenizer = byte_tokenizer(READS)
+    tokenizer.bos_token = None
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>", "<|im_start|>")]
+    why = tokenizer("Why?", add_special_tokens=False)["input_ids"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=written, special_tokens=special)
+    right = [token for one in ids for token in (why if one == "Why?" else [one])]
+    asked = CompletionRequest(model="a", prompt=text)
+    assert asked.prompts(Target(random_llama(len(tokenizer)), tokenizer)) == [right]
