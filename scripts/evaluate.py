@@ -232,15 +232,16 @@ def run(options: argparse.Namespace) -> None:
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts)
     if evaluation is None:
         return
-    evaluation = replace(evaluation, options=evaluation.options | hf_rows)
-    write_answers(options.output, evaluation, options.batch_size, target.fingerprint()["tokenizer_hash"])
-    facts = {"seed": options.seed, "command": own_command()}
-    samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
-    described = describe_run(options, target)
-    described["settings"] |= {"benchmarks": options.benchmarks, CHECKSUMS: checksums(benchmarks)}
-    described["settings"] |= {PROMPTS: parts.settings["prompts"], LOADED: loaded_checksums(parts.settings["files"])}
-    report = build_report(evaluation, **described, **facts, samples=samples)
-    show_report(console, options.output, report)
+    with on_interrupt(lambda: parts.resume_hint(parts.kept)):
+        evaluation = replace(evaluation, options=evaluation.options | hf_rows)
+        write_answers(options.output, evaluation, options.batch_size, target.fingerprint()["tokenizer_hash"])
+        facts = {"seed": options.seed, "command": own_command()}
+        samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
+        described = describe_run(options, target)
+        described["settings"] |= {"benchmarks": options.benchmarks, CHECKSUMS: checksums(benchmarks)}
+        described["settings"] |= {PROMPTS: parts.settings["prompts"], LOADED: loaded_checksums(parts.settings["files"])}
+        report = build_report(evaluation, **described, **facts, samples=samples)
+        show_report(console, options.output, report)
     parts.clear()
 
 

@@ -19,7 +19,7 @@ _MARK = re.compile(
 """What chat templates write between texts: a role's name, a special token, a character of a heading."""
 
 
-SPACELESS = (
+_SPACELESS = (
     "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Tibetan, Burmese, Khmer
     "\u1100-\u11ff\u3130-\u318f\uac00-\ud7af"  # Korean
     "\u3005-\u3007\u3040-\u30ff"  # Japanese
@@ -60,8 +60,8 @@ def _as_words(value: str) -> re.Pattern[str]:
 
     Letters of scripts without spaces between words, and Korean ones, which join particles, stand by themselves.
     """
-    before = "" if re.match(f"[{SPACELESS}]", value) else rf"(?<![^\W{SPACELESS}])"
-    behind = "" if re.search(rf"[{SPACELESS}]\Z", value) else rf"(?![^\W{SPACELESS}])"
+    before = "" if re.match(f"[{_SPACELESS}]", value) else rf"(?<![^\W{_SPACELESS}])"
+    behind = "" if re.search(rf"[{_SPACELESS}]\Z", value) else rf"(?![^\W{_SPACELESS}])"
     return re.compile(before + re.escape(value) + behind)
 
 

@@ -7,12 +7,11 @@ from decimal import Decimal, DivisionByZero, InvalidOperation
 from itertools import pairwise
 from unicodedata import normalize
 
-from draft_heads.data.text.copies import SPACELESS
-
-# A number in running text: optional sign (not the minus of 5-3, but that of 是-3, after a letter that is no operand),
-# currency, thousands separators, decimals, exponent of ten. A full stop after it is not part of it.
+_IS = "是为為得于於はがに은는이가"  # "is", "gives", or what marks a subject, written without a space
+# A number in running text: optional sign (not the minus of 5-3, but that of 是-3, after a word for "is"), currency,
+# thousands separators, decimals, exponent of ten. A full stop after it is not part of it.
 _NUMBER = re.compile(
-    rf"(?:(?:(?<![\w)%.])|(?<=[{SPACELESS}])(?<!\d.))[-−–](?![$€£][-−–]))?"
+    rf"(?:(?:(?<![\w)%.])|(?<=[{_IS}]))[-−–](?![$€£][-−–]))?"
     r"[$€£]?(?:(?<=[$€£])[-−–])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<![^\W_])(?<!\.)(?<![^\W\d]/)\.\d+)"
 )

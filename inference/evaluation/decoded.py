@@ -223,10 +223,14 @@ class DecodedFolder:
     def _file(self, group: Group) -> Path:
         return self.folder / f"{quote(str(group), safe=' ')}.json"
 
+    @property
+    def kept(self) -> int:
+        """The number of groups in the folder."""
+        return len(list(self.folder.glob("*-*.json")))
+
     def resume_hint(self, groups: int) -> str:
         """What an interrupted run has finished, of so many groups, and how to resume it."""
-        done = len(list(self.folder.glob("*-*.json")))
-        finished = f"{done} of {groups} groups of questions are kept in {self.folder}"
+        finished = f"{self.kept} of {groups} groups of questions are kept in {self.folder}"
         return f"{finished}: the same command, without --overwrite, goes on there"
 
 

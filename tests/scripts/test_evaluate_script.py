@@ -110,6 +110,10 @@ def test_a_full_disk_is_told_with_its_path_and_the_same_command_goes_on(after, c
     assert evaluate.main([*command, "--limit", "1"]) == 0
 
 
+def interrupted(*arguments, **options):
+    raise KeyboardInterrupt
+
+
 def test_questions_that_all_are_too_long_leave_the_folder_to_shorter_ones(command, tmp_path, capsys):
     (tmp_path / "mt.jsonl").write_text(json.dumps({"question_id": 7, "turns": ["long " * 30]}))
     words = command[: command.index(f"sums={tmp_path / 'gsm.jsonl'}")] + ["--max_new_tokens", "8", "--device", "cpu"]
@@ -121,10 +125,6 @@ def test_questions_that_all_are_too_long_leave_the_folder_to_shorter_ones(comman
 
 def test_a_run_does_not_go_on_with_the_target_of_another_folder(command, target, tmp_path, capsys, monkeypatch):
     """Of whose weights a fingerprint sees a few alone."""
-
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
-
     shutil.copytree(target, tmp_path / "tuned")
     weights = bytearray((tmp_path / "tuned/model.safetensors").read_bytes())
     weights[-1] ^= 1
@@ -135,6 +135,14 @@ def test_a_run_does_not_go_on_with_the_target_of_another_folder(command, target,
     assert evaluate.main([*command, "--target", str(tmp_path / "tuned")]) == 2
     assert "with other settings (target_files.model.safetensors was '" in capsys.readouterr().err
     assert evaluate.main([*command, "--target", f"{target}/../{target.name}"]) == 0
+
+
+def test_a_run_that_is_interrupted_as_its_report_is_made_says_that_all_is_kept(command, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "build_report", interrupted)
+        assert evaluate.main([*command, "--limit", "1"]) == 130
+    assert "2 of 2 groups of questions are kept in" in capsys.readouterr().err.replace("\n", " ")
+    assert evaluate.main([*command, "--limit", "1"]) == 0
 
 
 def test_limit_takes_the_first_questions_of_each_benchmark(command, tmp_path):
@@ -177,9 +185,6 @@ def test_prompts_of_another_day_are_noted(command, tmp_path, capsys, monkeypatch
         def now(cls, tz=None):
             return cls(2026, 11, cls.day_of_month)
 
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Today)
     (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d') }}" + TEMPLATE)
     given = [*command, "--chat_template", str(tmp_path / "dated.jinja"), "--limit", "1"]
@@ -195,7 +200,7 @@ def test_prompts_of_another_day_are_noted(command, tmp_path, capsys, monkeypatch
     assert "| prompts: mt_bench | " in told and "| prompts: sums | " in told and "questions: " not in told
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "judge_decoded", interrupt)
+        patch.setattr(evaluate, "judge_decoded", interrupted)
         evaluate.main([*given, "--output", str(tmp_path / "out")])
     Today.day_of_month = 30
     assert evaluate.main([*given, "--output", str(tmp_path / "out")]) == 2

@@ -29,9 +29,9 @@ from draft_heads.data.text.final_number import gsm8k_answer
         ("It costs -$3.50", "-3.50"),
         ("It costs $-3.50.", "-3.50"),
         ("x = −4", "-4"),
-        ("答案是-18", "-18"),  # "the answer is -18": a letter is no operand in scripts without spaces
+        ("答案是-18", "-18"),  # "the answer is -18"
         ("답은 -5입니다. 온도는-7", "-7"),
-        ("18元-5元", "5"),
+        ("5公里-8公里", "8"),
         ("10-7", "7"),
         ("8 - 3", "3"),
         ("1,234,567", "1234567"),
