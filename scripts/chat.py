@@ -7,7 +7,7 @@ Between messages:
     /drafter [NAME]   the drafters; switch to NAME (also any new one, as in --drafters)
     /system TEXT      begin again with this system message; without TEXT, with none
     /reset            begin again
-    /help, /quit      (or Ctrl-D); Ctrl-C ends an answer
+    /help, /quit      (or Ctrl-D); Ctrl-C ends an answer, or drops a line
 
 A message that begins with a slash is written with a blank before it. Without a terminal, lines are read from standard
 input and accepted runs are written in [brackets]; the exit status is 1 if one of the lines could not be done.
@@ -225,11 +225,16 @@ def run() -> bool:
     if console.is_terminal:
         console.print(f"{chat.target.name}; drafter {chat.drafter}; /help lists the commands", style="dim")
     while True:
+        line = None
         try:
-            line = console.input(Text("> ", "bold")) if console.is_terminal else input()
-            line = line.removeprefix("\ufeff")  # the byte order mark with which a file may begin
+            with ends_on_ctrl_c() if console.is_terminal else nullcontext():
+                line = console.input(Text("> ", "bold")) if console.is_terminal else input()
         except (EOFError, KeyboardInterrupt):
             return not failed
+        if line is None:
+            console.print("\n(/quit or Ctrl-D ends the chat)", style="dim")
+            continue
+        line = line.removeprefix("\ufeff")  # the byte order mark with which a file may begin
         try:
             if line.startswith("/"):
                 reply: str | None = "interrupted"

@@ -58,7 +58,7 @@ def run() -> bool:
     check_target_layers(head.config.target_layers, target.num_hidden_layers, name)
     write_folder(head, args.format, args.output, target, name)
     print(f"{args.output}: written for {FORMATS[args.format].engines}")
-    if args.target and Path(args.target).resolve() != Path(head.config.target).resolve():
+    if args.target and Path(args.target).name != Path(head.config.target).name:
         known = f"says that it is for {head.config.target}" if head.config.target else "does not say what it is for"
         print(f"note: {args.head} {known}; {args.target} has its sizes, the weights may differ")
     if adapter := head.provenance.get("options", {}).get("target_adapter"):
