@@ -68,6 +68,17 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
             check_whole(f"--{name}", min(given) if isinstance(given, list) else given, least=1)
 
 
+def tell_of_another_target(head: str, made_for: str, target: str) -> None:
+    """Print a note where a head says that it is for a target of another name than the given one, or for none: sizes are
+    compared then, and no weights."""
+    paths = Path(target), Path(target).resolve()
+    names = {path.name.lower() for path in paths}
+    names |= {part.rpartition("--")[2].lower() for part in paths[1].parts if part.startswith("models--")}
+    if not made_for or Path(made_for).name.lower() not in names:  # in the hub's cache models--OWNER--NAME
+        known = f"says that it is for {made_for}" if made_for else "does not say what it is for"
+        print(f"note: {head} {known}; {target} has its sizes, the weights may differ")
+
+
 def check_new_folder(output: Path) -> None:
     """ValueError unless --output is new, or an empty folder."""
     if output.exists() and (output.is_file() or any(output.iterdir())):

@@ -25,7 +25,7 @@ from draft_heads.data.fingerprint import SIZES
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.config import check_target_layers
 from draft_heads.heads.export.formats import FORMATS, check_exportable, differences, read_folder, write_folder
-from draft_heads.scripts.decoding_options import check_new_folder, script_parser
+from draft_heads.scripts.decoding_options import check_new_folder, script_parser, tell_of_another_target
 
 
 def run() -> bool:
@@ -58,9 +58,8 @@ def run() -> bool:
     check_target_layers(head.config.target_layers, target.num_hidden_layers, name)
     write_folder(head, args.format, args.output, target, name)
     print(f"{args.output}: written for {FORMATS[args.format].engines}")
-    if args.target and Path(args.target).name != Path(head.config.target).name:
-        known = f"says that it is for {head.config.target}" if head.config.target else "does not say what it is for"
-        print(f"note: {args.head} {known}; {args.target} has its sizes, the weights may differ")
+    if args.target:
+        tell_of_another_target(args.head, head.config.target, args.target)
     if adapter := head.provenance.get("options", {}).get("target_adapter"):
         print(
             f"the head was trained with the adapter {adapter} merged into its target, and the engine drafts for {name} "

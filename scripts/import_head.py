@@ -22,7 +22,7 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.heads.eagle3 import Eagle3Config
 from draft_heads.heads.export.formats import FORMATS, assembled, read_settings, read_tensors, stated_target
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import check_new_folder, check_positive, script_parser
+from draft_heads.scripts.decoding_options import check_new_folder, check_positive, script_parser, tell_of_another_target
 
 PASSES_HELP = "EAGLE-3: tokens that it drafts one after another (default 7), whatever the folder says"
 LAYERS_HELP = "EAGLE-3: the layers that it reads, in place of those that the folder names, or where it names none"
@@ -53,14 +53,8 @@ def run() -> None:
     target.check_layers(read.config.target_layers)
     if args.passes and not isinstance(read.config, Eagle3Config):
         raise ValueError(f"--passes are those of an EAGLE-3 head; {args.head} is {read.config.title}; leave it out")
-    trained_for = stated_target(config)
-    paths = Path(args.target), Path(args.target).resolve()
-    names = {path.name.lower() for path in paths}
-    names |= {part.rpartition("--")[2].lower() for part in paths[1].parts if part.startswith("models--")}
-    if trained_for and Path(trained_for).name.lower() not in names:  # in the hub's cache models--OWNER--NAME
-        print(
-            f"note: {args.head} says that it is for {trained_for}; {args.target} has its sizes, the weights may differ"
-        )
+    if trained_for := stated_target(config):
+        tell_of_another_target(args.head, trained_for, args.target)
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and not torch.equal(embedding, target.embedding.weight.to(embedding.dtype)):
         raise ValueError(

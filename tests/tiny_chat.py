@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,6 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draft_heads.data.text.conversations import read_conversations
 from draft_heads.data.text.rendering import ChatRenderer, Messages
+
+if TYPE_CHECKING:  # the tests of vLLM's plugin run without `datasets`
+    from datasets import Dataset
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CORPUS = ["USER: Hello there. ASSISTANT: I am fine, thank you. user system assistant [INST] [/INST] answer 12 34"] * 4
@@ -99,7 +102,7 @@ def render_conversation(
     return ChatRenderer(tokenizer).conversation(messages, extra)
 
 
-def load_conversations(source: str, skip_bad_rows: bool = False) -> Any:
+def load_conversations(source: str, skip_bad_rows: bool = False) -> Dataset:
     """The rows that `read_conversations` keeps of a source."""
     return read_conversations(source, skip_bad_rows=skip_bad_rows).dataset
 

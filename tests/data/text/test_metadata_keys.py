@@ -297,7 +297,7 @@ def test_of_flags_of_several_generations_that_of_the_answer_decides(key):
             further_of_row(row | {key: value}, CHAT, {"messages", *unread})
 
 
-def test_what_the_rejected_answers_lists_hold_beside_answers_is_in_the_turns():
+def test_rejected_answers_hold_no_turn_that_the_row_lacks():
     """Under labels generate, where the answers are passed over."""
     question, system = {"role": "user", "content": "And 2 + 2?"}, {"role": "system", "content": "Rhyme."}
     asked = [*CHAT, question]
