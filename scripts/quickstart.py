@@ -17,10 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from draft_heads.configs.command_line import exit_status
 
@@ -41,6 +38,8 @@ TARGET = ROOT / "data" / "tiny_target"
 LEAST = 80  # conversations to distil
 FULL = 1600
 """Steps after which every head has learned to draft."""
+ROWS = 8
+"""Rows of an optimizer step, of all processes together."""
 MANY = 2000
 """Conversations from which it learns so much."""
 WEAK = 2.0
@@ -49,47 +48,21 @@ INPUTS = ("conversations", "dialogues", "word_problems")
 """The files of the folder's `data`, made here."""
 
 
-def run(console: Console, title: str, commands: dict[str, tuple[str, ...]], at_once: int = 1) -> None:
-    """Run a step's commands, `at_once` of them at a time, each in a process of its own.
-
-    The lines of one of several commands begin with its name. A failing command ends the quickstart, after the others'
-    end, with that command's message.
-    """
-    commands = {name: tuple(relative_paths(command, ROOT)) for name, command in commands.items()}  # where it runs
+def run(console: Console, title: str, command: tuple[str, ...]) -> None:
+    """Show and run a step's command; if it fails, end the quickstart after the command's own message."""
+    command = tuple(relative_paths(command, ROOT))  # where it runs
     console.print(Rule(title))
-    for command in commands.values():
-        console.print(f"$ {shlex.join(command)}", soft_wrap=True)
+    console.print(f"$ {shlex.join(command)}", soft_wrap=True)
     start = time.monotonic()
-    running: list[subprocess.Popen[str]] = []
-    if len(commands) == 1:
-        (command,) = commands.values()
-        with subprocess.Popen(**_here(command), text=True) as process, ends_too(running):
-            running.append(process)
-            status = [process.wait()]
-    else:
-        with ThreadPoolExecutor(at_once) as pool, ends_too(running, pool):
-            status = list(pool.map(partial(_named_lines, console, running), commands, commands.values()))
-    if failed := [one for one in status if one]:  # below 0: ended by a signal
-        sys.exit(f"quickstart: the step '{title}' failed (status {failed[0]}); its message is above")
-    console.print(f"{title}: {time.monotonic() - start:.0f} s", style="dim")
-
-
-def _here(command: tuple[str, ...]) -> dict[str, Any]:
-    """What runs a shown command with this Python, as arguments of `subprocess`."""
-    module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
+    module = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]  # of this Python
     threads = {"OMP_NUM_THREADS": "1"} if module else {}  # torchrun's choice, without its words
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **threads}
-    return {"args": [sys.executable, *module, *command[1:]], "cwd": ROOT, "env": environment}
-
-
-def _named_lines(console: Console, running: list[subprocess.Popen[str]], name: str, command: tuple[str, ...]) -> int:
-    """Run a command, which is added to those that run, print its lines after its name, and return its status."""
-    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(**_here(command), **output) as process:
-        running.append(process)
-        for line in process.stdout or ():
-            console.print(f"{name}: {line.rstrip()}", soft_wrap=True)
-    return process.returncode
+    words = [sys.executable, *module, *command[1:]]
+    with subprocess.Popen(words, cwd=ROOT, env=environment) as process, ends_too([process]):
+        status = process.wait()
+    if status:  # below 0: ended by a signal
+        sys.exit(f"quickstart: the step '{title}' failed (status {status}); its message is above")
+    console.print(f"{title}: {time.monotonic() - start:.0f} s", style="dim")
 
 
 def main() -> None:
@@ -140,17 +113,15 @@ def main() -> None:
         "--output", distilled, "--labels", "generate", "--max_new_tokens", "128", "--batch_size", "128",
         "--hidden_states", *(["--target_layers", *map(str, layers)] if layers else []),
     )  # fmt: skip
-    run(console, "1/3 distil: the target answers, its tokens are the labels", {"distil": distil})
-    train = {
-        kind: (
-            "python", *trainer_script(kind), "--target", target, "--dataset", distilled,
+    steps = len(args.heads) + 2
+    run(console, f"1/{steps} distil: the target answers, its tokens are the labels", distil)
+    for number, kind in enumerate(args.heads, 2):
+        train = (
+            *python, *trainer_script(kind), "--target", target, "--dataset", distilled,
             "--output_dir", str(output / kind), "--max_steps", str(args.steps), "--threads", "1",
-            "--eval_steps", str(max(1, args.steps // 2)),
-        )
-        for kind in args.heads
-    }  # fmt: skip
-    titles = " and ".join(head_classes(kind)[1].title for kind in args.heads)
-    run(console, f"2/3 train {titles}: {args.steps:,} steps", train, processes)
+            "--per_device_train_batch_size", str(ROWS // processes), "--eval_steps", str(max(1, args.steps // 2)),
+        )  # fmt: skip
+        run(console, f"{number}/{steps} train {head_classes(kind)[1].title}: {args.steps:,} steps", train)
     drafters = [f"{kind}={output}/{kind}/head" for kind in args.heads]
     drafters.insert(1, f"{args.heads[0]}_ngram={args.heads[0]}:{output}/{args.heads[0]}/head+ngram")
     decode = (
@@ -158,7 +129,7 @@ def main() -> None:
         "--drafters", "transformers", "ngram", *drafters,  # the other plain loop, what needs no training, and heads
         "--benchmarks", *(f"{name}={files[name]}" for name in INPUTS[1:]), "--output", report, "--threads", "1",
     )  # fmt: skip
-    run(console, "3/3 decode, and compare with the plain loop", {"decode": decode})
+    run(console, f"{steps}/{steps} decode, and compare with the plain loop", decode)
     check_report(
         output / "report" / "report.json", args.heads if args.steps >= FULL and args.conversations >= MANY else ()
     )

@@ -46,8 +46,8 @@ def test_commands_are_shown_and_run_with_paths_of_the_checkout(monkeypatch):
     target, head = str(quickstart.TARGET), f"ctc={quickstart.ROOT}/runs/ctc/head"
     words = ("scripts/evaluate.py", "--target", target, head, "/elsewhere/x")
     shown = ["scripts/evaluate.py", "--target", "data/tiny_target", "ctc=runs/ctc/head", "/elsewhere/x"]
-    quickstart.run(console, "a step", {"one": ("python", *words)})
-    quickstart.run(console, "a step", {"one": ("torchrun", "--nproc_per_node", "2", *words)})
+    quickstart.run(console, "a step", ("python", *words))
+    quickstart.run(console, "a step", ("torchrun", "--nproc_per_node", "2", *words))
     assert ran == [
         [sys.executable, *shown],
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *shown],
@@ -57,32 +57,13 @@ def test_commands_are_shown_and_run_with_paths_of_the_checkout(monkeypatch):
     assert f"$ torchrun --nproc_per_node 2 {' '.join(shown)}\n" in printed
 
 
-def test_commands_side_by_side_run_together_and_their_lines_begin_with_their_names(tmp_path):
-    """Each waits for the other's file, so one after the other would never end."""
-    script = (
-        "import pathlib, sys, time\n"
-        "own, other, status = sys.argv[1:]\n"
-        "pathlib.Path(own).touch()\n"
-        "limit = time.monotonic() + 60\n"
-        "while not pathlib.Path(other).exists() and time.monotonic() < limit: time.sleep(0.01)\n"
-        "print(pathlib.Path(other).exists(), 'line')\n"
-        "sys.exit(int(status))\n"
-    )
+def test_a_failing_command_ends_the_quickstart_with_its_status():
     console = plain_console()
-    console.file, console.width = io.StringIO(), 80
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    quickstart.run(
-        console, "both", {"x": ("python", "-c", script, a, b, "0"), "y": ("python", "-c", script, b, a, "0")}, 2
-    )
-    printed = console.file.getvalue().splitlines()
-    assert "x: True line" in printed and "y: True line" in printed
-    with pytest.raises(SystemExit, match="the step 'both' failed \\(status 3\\)"):
-        quickstart.run(
-            console, "both", {"x": ("python", "-c", script, a, b, "3"), "y": ("python", "-c", script, b, a, "0")}, 2
-        )
-    killed = ("python", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    console.file = io.StringIO()
+    with pytest.raises(SystemExit, match="the step 'one' failed \\(status 3\\)"):
+        quickstart.run(console, "one", ("python", "-c", "import sys; sys.exit(3)"))
     with pytest.raises(SystemExit, match=r"failed \(status -9\)"):
-        quickstart.run(console, "both", {"x": killed, "y": ("python", "-c", "")}, 2)
+        quickstart.run(console, "one", ("python", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
 
 
 RUNS = """
@@ -91,23 +72,22 @@ from draft_heads.configs.command_line import exit_status
 from draft_heads.data.common.console import plain_console
 from draft_heads.scripts import quickstart
 script = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
-commands = {name: ("python", "-c", script, f"{sys.argv[1]}/{name}") for name in sys.argv[2:]}
-sys.exit(exit_status(lambda: quickstart.run(plain_console(), "a step", commands, 2)))
+command = ("python", "-c", script, sys.argv[1])
+sys.exit(exit_status(lambda: quickstart.run(plain_console(), "a step", command)))
 """
 
 
-@pytest.mark.parametrize("names", [["one"], ["one", "other"]])
-def test_a_signal_to_the_quickstart_alone_ends_what_it_runs(tmp_path, names):
+def test_a_signal_to_the_quickstart_alone_ends_what_it_runs(tmp_path):
     """As a container that is stopped sends it; a terminal's Ctrl-C reaches every process itself."""
-    process = subprocess.Popen([sys.executable, "-c", RUNS, str(tmp_path), *names], stdout=subprocess.DEVNULL)
-    limit, files = time.monotonic() + 120, [tmp_path / name for name in names]
-    while not all(file.is_file() and file.read_text() for file in files) and time.monotonic() < limit:
+    file = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", RUNS, str(file)], stdout=subprocess.DEVNULL)
+    limit = time.monotonic() + 120
+    while not (file.is_file() and file.read_text()) and time.monotonic() < limit:
         time.sleep(0.05)
     process.terminate()
     assert process.wait(30) == 130
-    for file in files:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(file.read_text()), 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
 
 
 def test_only_a_folder_of_a_quickstart_is_replaced(tmp_path):
