@@ -189,11 +189,10 @@ class DraftHeadTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
         """Windows of the global batch: all micro-batches of the step, all processes."""
-        head = self.accelerator.unwrap_model(self.model_wrapped)
         count = torch.zeros((), dtype=torch.long, device=device)
         for batch in batch_samples:
             inputs = {name: value.to(device) for name, value in batch.items() if "hidden" not in name}
-            count += head.count_windows(seed=self.state.global_step, **inputs)
+            count += self.model.count_windows(seed=self.state.global_step, **inputs)
         return self.accelerator.reduce(count)
 
     def head_loss(self, model: nn.Module, batch: dict[str, Tensor], seed: int = 0) -> HeadLoss:
