@@ -36,7 +36,7 @@ from draft_heads.train.command import trainer_script
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
 LEAST = 80  # conversations to distil
-FULL = 1600
+FULL = 1500
 """Steps after which every head has learned to draft."""
 ROWS = 8
 """Rows of an optimizer step, of all processes together."""
