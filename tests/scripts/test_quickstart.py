@@ -66,6 +66,23 @@ def test_a_failing_command_ends_the_quickstart_with_its_status():
         quickstart.run(console, "one", ("python", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
 
 
+@pytest.mark.parametrize(
+    ("threads", "launcher", "rows"), [(1, "python", "8"), (2, "torchrun", "4"), (16, "torchrun", "4")]
+)
+def test_a_step_has_eight_rows_on_one_process_and_on_two(tmp_path, monkeypatch, threads, launcher, rows):
+    commands = []
+    monkeypatch.setattr(quickstart, "run", lambda console, title, command: commands.append(command))
+    monkeypatch.setattr(quickstart, "check_report", lambda *_: None)
+    monkeypatch.setattr(quickstart.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(quickstart.torch.cuda, "is_available", lambda: False)
+    small = "--heads ctc medusa --conversations 90 --steps 3 --questions 1 --problems 1"
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output", str(tmp_path / "out"), *small.split()])
+    quickstart.main()
+    assert [command[0] for command in commands] == [launcher] * 4
+    for command in commands[1:3]:
+        assert command[command.index("--per_device_train_batch_size") + 1] == rows
+
+
 RUNS = """
 import sys
 from draft_heads.configs.command_line import exit_status
