@@ -104,7 +104,7 @@ def main() -> None:
     target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
     depth = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     layers = max((head_classes(kind)[1].usual_layers(depth) for kind in args.heads), key=len)
-    # Matrices as small as these gain nothing from a second thread, and steps that do not wait for each other all of it.
+    # Texts decoded one at a time gain nothing from a second thread; processes share them, and the rows of a step.
     processes = 1 if torch.cuda.is_available() else min(2, torch.get_num_threads())
     python = ("torchrun", "--nproc_per_node", str(processes)) if processes > 1 else ("python",)
 
