@@ -216,18 +216,20 @@ def cpu_seconds(command: Sequence[str], log: Path) -> float:
 @contextmanager
 def _pool(count: int) -> Iterator[ThreadPoolExecutor]:
     """A pool in which commands wait and run; whatever ends the work inside ends them too."""
-    with ThreadPoolExecutor(count) as pool, ends_too(_RUNNING, pool):
-        yield pool
+    with ThreadPoolExecutor(count) as pool, ends_too(_RUNNING):
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # before what runs ends and makes room
+            raise
 
 
 @contextmanager
-def ends_too(processes: Collection[subprocess.Popen[Any]], pool: ThreadPoolExecutor | None = None) -> Iterator[None]:
-    """What ends the work inside, as a signal to this process alone, ends these processes and what waits in a pool."""
+def ends_too(processes: Collection[subprocess.Popen[Any]]) -> Iterator[None]:
+    """What ends the work inside, as a signal to this process alone, ends these processes."""
     try:
         yield
     except BaseException:
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
         for process in list(processes):  # which a pool's threads change
             process.terminate()
         raise

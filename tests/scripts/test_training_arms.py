@@ -1,7 +1,11 @@
 """Heads that studies train, or are given: what is trained, what is taken over, and what is refused."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -45,6 +49,38 @@ def test_a_training_that_fails_is_told_with_its_last_line(tmp_path):
     script.write_text('import sys\nprint("loading")\nsys.exit("error: no such folder")\n')
     with pytest.raises(ValueError, match=r"fails\.py failed: error: no such folder \(all of its output is in .*log\)"):
         arms.cpu_seconds([str(script)], tmp_path / "log")
+
+
+TRAININGS = """
+import sys
+from draft_heads.configs.command_line import exit_status
+from draft_heads.scripts import training_arms as arms
+script, folder, *names = sys.argv[1:]
+
+def run():
+    with arms._pool(2) as pool:
+        files = [arms.Path(folder, name) for name in names]
+        results = [pool.submit(arms.cpu_seconds, (script, str(file)), file.with_suffix(".log")) for file in files]
+        for result in results:
+            result.result()
+
+sys.exit(exit_status(run))
+"""
+
+
+def test_a_signal_ends_the_trainings_that_run_and_those_that_wait(tmp_path):
+    script, running, waiting = tmp_path / "script.py", [tmp_path / "a", tmp_path / "b"], tmp_path / "c"
+    script.write_text("import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)")
+    command = [sys.executable, "-c", TRAININGS, str(script), str(tmp_path), "a", "b", "c"]
+    process, limit = subprocess.Popen(command), time.monotonic() + 120
+    while not all(file.is_file() and file.read_text() for file in running) and time.monotonic() < limit:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 130
+    for file in running:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+    assert not waiting.exists()
 
 
 @pytest.fixture
